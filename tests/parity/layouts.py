@@ -1,0 +1,192 @@
+"""The layouts of the parity matrix: how each annotates a model, on how many ranks, with what settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+import whale as wh
+from whale.engine.capture import capture
+from whale.ir.cluster import Cluster, Device, Node
+
+Annotate = Callable[[nn.Module, list[str]], Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout. `speeds` makes it uneven; equal devices otherwise."""
+
+    name: str
+    num_ranks: int
+    annotate: Annotate
+    config: dict[str, Any] = field(default_factory=dict)
+    speeds: tuple[float, ...] | None = None
+    nested: bool = False
+
+    def cluster(self) -> Cluster:
+        """Its devices."""
+        speeds = self.speeds or (1.0,) * self.num_ranks
+        devices = tuple(
+            Device(rank=r, node=0, type="CPU", memory_bytes=8 * 10**9, speed=s)
+            for r, s in enumerate(speeds)
+        )
+        return Cluster(devices=devices, nodes=(Node(index=0),))
+
+
+def layer_paths(model: nn.Module, batch: Any, loss: Any) -> list[str]:
+    """The model's Layers in execution order."""
+    return [layer.path for layer in capture(model, batch, loss).graph.layers]
+
+
+def chunks(paths: list[str], parts: int) -> list[str]:
+    """Consecutive patterns covering all Layers."""
+    sizes = [len(paths) // parts + (i < len(paths) % parts) for i in range(parts)]
+    found, start = [], 0
+    for size in sizes:
+        found.append("|".join(paths[start : start + size]))
+        start += size
+    return found
+
+
+def whole(*primitives: Callable[[], Any]) -> Annotate:
+    """The whole model under one (nested) primitive."""
+    return lambda model, paths: wh.annotate(model, {"": tuple(p() for p in primitives)})
+
+
+def staged(*kinds: Callable[[], tuple[Any, ...]]) -> Annotate:
+    """One stage per kind, Layers spread evenly."""
+
+    def annotate(model: nn.Module, paths: list[str]) -> Any:
+        entries = zip(chunks(paths, len(kinds)), kinds, strict=True)
+        return wh.annotate(model, {p: (wh.stage(), *kind()) for p, kind in entries})
+
+    return annotate
+
+
+def head(*primitives: Callable[[], Any]) -> Annotate:
+    """A data parallel trunk and a sharded last Layer, on the same devices."""
+
+    def annotate(model: nn.Module, paths: list[str]) -> Any:
+        entries = {"|".join(paths[:-1]): wh.replicate(), paths[-1]: tuple(p() for p in primitives)}
+        return wh.annotate(model, entries)
+
+    return annotate
+
+
+def mixed_blocks(model: nn.Module, paths: list[str]) -> Any:
+    """Every second Layer sharded, the others data parallel, all on the same devices."""
+    return wh.annotate(
+        model,
+        {"|".join(paths[::2]): wh.replicate(), "|".join(paths[1::2]): wh.split()},
+    )
+
+
+def _none() -> tuple[Any, ...]:
+    return ()
+
+
+def _split() -> tuple[Any, ...]:
+    return (wh.split(),)
+
+
+def _split2() -> tuple[Any, ...]:
+    return (wh.split(2),)
+
+
+def _replicate(count: int) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (wh.replicate(count),)
+
+
+def pipeline(kind: str, micro: int, **more: Any) -> dict[str, Any]:
+    """Config of a pipeline."""
+    return {"pipeline.schedule": kind, "pipeline.num_micro_batch": micro, **more}
+
+
+M3 = {"pipeline.num_micro_batch": 3}
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout("data", 2, whole(wh.replicate)),
+        Layout("data-uneven", 3, whole(wh.replicate), speeds=(3.0, 1.0, 2.0)),
+        Layout("accumulate", 2, whole(wh.replicate), M3),
+        Layout("accumulate-uneven", 2, whole(wh.replicate), M3, (2.0, 1.0)),
+        Layout("tensor", 2, whole(wh.split)),
+        Layout("tensor-uneven", 2, whole(wh.split), speeds=(2.0, 1.0)),
+        Layout("tensor-accumulate", 2, whole(wh.split), M3),
+        Layout("tensor-accumulate-uneven", 3, whole(wh.split), M3, (2.0, 1.0, 3.0)),
+        Layout("gpipe", 2, staged(_none, _none), pipeline("gpipe", 3)),
+        Layout("1f1b", 3, staged(_none, _none, _none), pipeline("1f1b", 4)),
+        Layout("interleaved", 2, staged(*(_none,) * 4), pipeline("interleaved", 4)),
+        Layout("zero-bubble", 3, staged(_none, _none, _none), pipeline("zero-bubble", 4)),
+        Layout(
+            "data-tensor", 4, whole(lambda: wh.replicate(4), lambda: wh.split(2)), nested=True
+        ),
+        Layout(
+            "data-tensor-uneven",
+            4,
+            whole(lambda: wh.replicate(4), lambda: wh.split(2)),
+            M3,
+            (2.0, 1.0, 1.0, 3.0),
+            nested=True,
+        ),
+        Layout("data-pipeline", 4, staged(_none, _none), pipeline("1f1b", 3), nested=True),
+        Layout(
+            "data-pipeline-uneven",
+            4,
+            staged(_none, _none),
+            pipeline("1f1b", 3),
+            (2.0, 1.0, 1.0, 1.0),
+            nested=True,
+        ),
+        Layout("data-zero-bubble", 4, staged(_none, _none), pipeline("zero-bubble", 3), nested=True),
+        Layout("pipeline-tensor", 4, staged(_none, _split), pipeline("1f1b", 3), nested=True),
+        Layout(
+            "pipeline-tensor-uneven",
+            4,
+            staged(_split, _none),
+            pipeline("gpipe", 3),
+            (1.0, 2.0, 3.0, 1.0),
+            nested=True,
+        ),
+        Layout("tensor-pipeline", 4, staged(_split2, _split2), pipeline("1f1b", 2), nested=True),
+        Layout("3d", 8, staged(_split2, _split2), pipeline("1f1b", 2), nested=True),
+        Layout(
+            "3d-uneven",
+            8,
+            staged(_split2, _split2),
+            pipeline("1f1b", 2),
+            (1.0, 2.0, 3.0, 1.0, 2.0, 1.0, 1.0, 1.0),
+            nested=True,
+        ),
+        Layout("head", 2, head(wh.split), nested=True),
+        Layout("head-uneven", 3, head(wh.split), M3, (2.0, 1.0, 2.0), nested=True),
+        Layout("head-part", 4, head(lambda: wh.split(2)), M3, nested=True),
+        Layout("colocated", 2, mixed_blocks, M3, nested=True),
+        Layout("colocated-uneven", 3, mixed_blocks, M3, (1.0, 2.0, 1.0), nested=True),
+        Layout(
+            "widths", 3, staged(_replicate(1), _replicate(2)), pipeline("1f1b", 3), nested=True
+        ),
+        Layout(
+            "widths-tensor",
+            5,
+            staged(_replicate(3), _split2),
+            pipeline("1f1b", 3),
+            (1.0, 2.0, 1.0, 2.0, 1.0),
+            nested=True,
+        ),
+        Layout(
+            "interleaved-tensor", 4, staged(*(_split,) * 4), pipeline("interleaved", 3), nested=True
+        ),
+        Layout("widths-disjoint", 3, lambda m, p: _disjoint(m, p), M3, nested=True),
+    )
+}
+
+
+def _disjoint(model: nn.Module, paths: list[str]) -> Any:
+    """Counted TaskGraphs without `stage`: disjoint devices, hence a pipeline."""
+    first, second = chunks(paths, 2)
+    return wh.annotate(model, {first: wh.replicate(2), second: wh.replicate(1)})

@@ -1,0 +1,89 @@
+"""Runs a case under a layout on real ranks and compares it with the plain-torch reference."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+import whale as wh
+from tests.parity import zoo
+from tests.parity.layouts import LAYOUTS, layer_paths
+from tests.parity.reference import greatest_entry, relative_error, train_reference
+from tests.ranks import run_ranks
+from whale.ir.virtual_device import micro_batch_cuts
+
+ROWS = 7
+STEPS = 3
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+
+
+def train(case_name: str, layout_name: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One rank's part: trains, and returns what the whole model looks like."""
+    torch.set_num_threads(1)
+    case, layout = zoo.case(case_name), LAYOUTS[layout_name]
+    wh.init()
+    batches = [case.batch(seed, ROWS) for seed in range(STEPS)]
+    model = case.build()
+    layout.annotate(model, layer_paths(model, batches[0], case.loss))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = wh.parallelize(
+        model,
+        optimizer=ADAMW,
+        batch=batches[0],
+        loss=case.loss,
+        config={**layout.config, **(more or {})},
+        cluster=layout.cluster(),
+    )
+    losses, gradients, norms = [], {}, []
+    for index, batch in enumerate(batches):
+        metrics = step(batch)
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics.get("grad_norm", 0.0)))
+        if index == 0:
+            gradients = step.gradients()
+    result = {
+        "losses": losses,
+        "gradients": gradients,
+        "norms": norms,
+        "state": step.state_dict(),
+        "eval": float(step.evaluate(batches[0])["loss"]),
+        "split_share": [t.split_share for t in step.plan.taskgraphs if t.kind == "split"],
+        "untouched": all(torch.equal(p, before[n]) for n, p in model.named_parameters()),
+    }
+    step.close()
+    return result
+
+
+def compare(case_name: str, layout_name: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The largest errors of loss, gradients and weights over all ranks."""
+    case, layout = zoo.case(case_name), LAYOUTS[layout_name]
+    micro = layout.config.get("pipeline.num_micro_batch", 1)
+    points = micro_batch_cuts(ROWS, micro)
+    sizes = [b - a for a, b in zip(points, points[1:], strict=False)]
+    batches = [case.batch(seed, ROWS) for seed in range(STEPS)]
+    max_norm = (more or {}).get("optimizer.max_grad_norm")
+    truth = train_reference(case, batches, [sizes] * STEPS, ADAMW, max_norm=max_norm)
+    results = run_ranks(layout.num_ranks, train, case_name, layout_name, more, timeout=110.0)
+    worst: dict[str, Any] = {"loss": 0.0, "gradient": 0.0, "weight": 0.0, "where": ""}
+    for rank, result in enumerate(results):
+        assert result["untouched"], f"rank {rank}: the user's module was changed"
+        for got, want in zip(result["losses"], truth.losses, strict=True):
+            worst["loss"] = max(worst["loss"], abs(got - want) / max(abs(want), 1e-12))
+        pairs = [("weight", result["state"], truth.state_dict)]
+        if max_norm is None:
+            pairs.append(("gradient", result["gradients"], truth.gradients))
+        for kind, got_all, want_all in pairs:
+            assert got_all.keys() == want_all.keys(), (kind, rank)
+            largest = greatest_entry(want_all.values())
+            for name, want in want_all.items():
+                if not want.is_floating_point():
+                    assert torch.equal(got_all[name], want), (kind, name, rank)
+                    continue
+                error = relative_error(got_all[name], want, largest)
+                if error > worst[kind]:
+                    worst[kind] = error
+                    worst["where"] = f"{kind} {name} on rank {rank}"
+    worst["split_share"] = results[0]["split_share"]
+    return worst

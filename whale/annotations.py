@@ -1,0 +1,316 @@
+"""The primitives: `replicate`, `split`, `stage`, `pipeline`, `cluster`, as scopes, functions or patterns.
+
+Place in the flow: the first thing a user touches. A primitive writes an immutable tag on each module
+(`module.__dict__["_whale_tag"]`), which survives deepcopy, pickle and the meta device; nothing else happens
+until `wh.parallelize`. Paper section 3, Table 1.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from whale.errors import AnnotationError
+from whale.ir.cluster import Cluster, DeviceSlice
+from whale.ir.strategy import Scope, Tag, check_nesting
+
+TAG = "_whale_tag"
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_ambient: ContextVar[Tag] = ContextVar("whale_scopes", default=())
+_default: ContextVar[Scope | None] = ContextVar("whale_default_strategy", default=None)
+_cluster: ContextVar[ClusterLayout | None]
+_uids = itertools.count()
+
+
+def _caller() -> str:
+    """file:line of the nearest frame outside this package."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    frame = sys._getframe(1)
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(here):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _ModuleInit:
+    """Tags modules as they are constructed, while at least one scope (or a default strategy) is open.
+
+    `nn.Module.__init__` is wrapped only for that time and put back after: torch's own registration hooks
+    miss a module that is built in a scope and attached outside it.
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.original = nn.Module.__init__
+
+    def acquire(self) -> None:
+        self.users += 1
+        if self.users == 1:
+            original = self.original = nn.Module.__init__
+
+            def tagging(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+                original(module, *args, **kwargs)
+                default = _default.get()
+                tag = _ambient.get() or ((default,) if default else ())
+                if tag:
+                    module.__dict__[TAG] = tag
+
+            nn.Module.__init__ = tagging  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            nn.Module.__init__ = self.original  # type: ignore[method-assign]
+
+
+_module_init = _ModuleInit()
+
+
+def tag_of(module: nn.Module) -> Tag:
+    """The scopes a module was tagged with, outermost first."""
+    tag: Tag = module.__dict__.get(TAG, ())
+    return tag
+
+
+class Primitive:
+    """One primitive: `with` tags what is built inside, a call tags a module, `annotate` takes it as a value."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self._tokens: list[Any] = []
+
+    def _fresh(self) -> Scope:
+        return replace(self.scope, uid=next(_uids))
+
+    def __enter__(self) -> Primitive:
+        tag = (*_ambient.get(), self._fresh())
+        check_nesting(tag)
+        self._tokens.append(_ambient.set(tag))
+        _module_init.acquire()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _module_init.release()
+        _ambient.reset(self._tokens.pop())
+
+    def __call__(self, module: ModuleT) -> ModuleT:
+        """Tags `module` and everything in it, in place; scopes already inside it stay the inner ones."""
+        if not isinstance(module, nn.Module):
+            raise AnnotationError(
+                f"{self.scope} was called on {type(module).__name__}, it tags an nn.Module",
+                hint=f"write `with wh.{self.scope.kind}(...):` around the construction, or pass a module",
+                where=self.scope.where,
+            )
+        outer = (*_ambient.get(), self._fresh())
+        check_nesting(outer)
+        for part in module.modules():
+            inner = tuple(scope for scope in tag_of(part) if scope not in outer)
+            for depth in range(len(inner)):
+                check_nesting((*outer, *inner[: depth + 1]))
+            part.__dict__[TAG] = (*outer, *inner)
+        return module
+
+    def __repr__(self) -> str:
+        return f"wh.{self.scope}"
+
+
+def _devices(kind: str, count: int | DeviceSlice | None, where: str) -> dict[str, Any]:
+    if count is None:
+        return {}
+    if isinstance(count, DeviceSlice):
+        return {"ranks": tuple(count.ranks)}
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise AnnotationError(
+            f"{kind}(device_count={count!r}): a device count is a whole number of at least 1",
+            hint="leave it out to use all devices, or pass a slice of `wh.cluster(...)`",
+            where=where,
+        )
+    return {"device_count": count}
+
+
+def replicate(
+    device_count: int | DeviceSlice | None = None, *, name: str | None = None
+) -> Primitive:
+    """A data parallel TaskGraph: every device of it holds the whole and takes a share of the rows."""
+    where = _caller()
+    devices = _devices("replicate", device_count, where)
+    return Primitive(Scope(kind="replicate", uid=-1, where=where, name=name, **devices))
+
+
+replica = replicate
+"""The older name of `replicate`."""
+
+
+def split(device_count: int | DeviceSlice | None = None, *, name: str | None = None) -> Primitive:
+    """A sharded TaskGraph: every device of it holds a part of the weights and sees all rows."""
+    where = _caller()
+    devices = _devices("split", device_count, where)
+    return Primitive(Scope(kind="split", uid=-1, where=where, name=name, **devices))
+
+
+def stage(name: str | None = None) -> Primitive:
+    """A pipeline stage. Stages run on disjoint devices, in execution order."""
+    return Primitive(Scope(kind="stage", uid=-1, where=_caller(), name=name))
+
+
+def pipeline(num_micro_batch: int | None = None, schedule: str | None = None) -> Primitive:
+    """Encloses stages and says how they are fed; what is left out comes from Config."""
+    where = _caller()
+    if num_micro_batch is not None and (
+        isinstance(num_micro_batch, bool)
+        or not isinstance(num_micro_batch, int)
+        or num_micro_batch < 1
+    ):
+        raise AnnotationError(
+            f"pipeline(num_micro_batch={num_micro_batch!r}): a whole number of at least 1",
+            hint="at least as many micro-batches as stages keeps every device busy",
+            where=where,
+        )
+    return Primitive(
+        Scope(
+            kind="pipeline",
+            uid=-1,
+            where=where,
+            num_micro_batch=num_micro_batch,
+            schedule=schedule,
+        )
+    )
+
+
+def set_default_strategy(strategy: Primitive | None) -> None:
+    """The strategy of modules built outside any scope from now on; None takes it back.
+
+    Each call opens a new TaskGraph, so calling it in a loop over layers cuts stages there.
+    """
+    if strategy is not None and not isinstance(strategy, Primitive):
+        raise AnnotationError(
+            f"set_default_strategy({strategy!r}): it takes a primitive or None",
+            hint="for example wh.set_default_strategy(wh.replicate())",
+            where=_caller(),
+        )
+    was_open = _default.get() is not None
+    _default.set(strategy._fresh() if strategy else None)
+    if (strategy is not None) != was_open:
+        (_module_init.acquire if strategy else _module_init.release)()
+
+
+class ClusterLayout:
+    """A cluster cut into slices, which the primitives accept as their devices."""
+
+    def __init__(self, devices: Cluster, slices: tuple[DeviceSlice, ...]) -> None:
+        self.cluster = devices
+        self.slices = slices
+        self._tokens: list[Any] = []
+
+    def __enter__(self) -> ClusterLayout:
+        self._tokens.append(_cluster.set(self))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _cluster.reset(self._tokens.pop())
+
+
+_cluster = ContextVar("whale_cluster", default=None)
+
+
+def ambient_cluster() -> ClusterLayout | None:
+    """The cluster of the enclosing `with wh.cluster(...)`, if any."""
+    return _cluster.get()
+
+
+def discover() -> Cluster:
+    """The devices that are there: one per rank of the running job, or this machine's GPUs, or one CPU."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "0"))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks or 1))
+    num_ranks = num_ranks or max(1, torch.cuda.device_count())
+    kind = "CPU"
+    if torch.cuda.is_available():
+        per_node = min(per_node, num_ranks) if "WORLD_SIZE" in os.environ else num_ranks
+        return Cluster.uniform(num_ranks, per_node=per_node, type=torch.cuda.get_device_name(0))
+    return Cluster.uniform(num_ranks, per_node=min(per_node, num_ranks), type=kind)
+
+
+def cluster(
+    spec: str | Cluster | None = None, layout: str | Mapping[str, Any] = "all"
+) -> ClusterLayout:
+    """The devices, discovered or described by `spec`, cut by `layout` into `.slices`.
+
+    Layouts: `"all"`, `{"average": n}`, `{"specific": [[0, 1], [2, 3]]}`, `{"aware_row": n}`.
+    """
+    if spec is None or spec == "local":
+        devices = discover()
+    elif isinstance(spec, Cluster):
+        devices = spec
+    else:
+        devices = Cluster.from_toml(spec) if spec.endswith(".toml") else Cluster.parse(spec)
+    return ClusterLayout(devices, devices.layout(layout))
+
+
+Entry = Primitive | Iterable[Primitive]
+
+
+def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
+    """Tags modules by path pattern, without touching the model's code; returns the model.
+
+    Each entry is one TaskGraph of all modules its pattern matches. Patterns are globs on module paths in
+    which `*` does not cross a dot and `[...]` is a set; alternatives are joined by `|`; `""` is the root. A tuple
+    of primitives nests them, outermost first: `{"decoder.*": (wh.stage(), wh.split(2))}`. Where two
+    entries match, the one that matched deeper in the tree is the inner one.
+    """
+    where = _caller()
+    paths = {path: module for path, module in model.named_modules(remove_duplicate=False)}
+    scopes: list[tuple[str, Tag]] = []
+    for pattern, entry in entries.items():
+        primitives = [entry] if isinstance(entry, Primitive) else list(entry)
+        if not primitives or not all(isinstance(p, Primitive) for p in primitives):
+            raise AnnotationError(
+                f"annotate: the entry {pattern!r} holds {entry!r}",
+                hint="a value is a primitive, such as wh.replicate(), or a tuple of them",
+                where=where,
+            )
+        scopes.append((pattern, tuple(p._fresh() for p in primitives)))
+    matched: dict[str, list[tuple[int, Tag]]] = {}
+    for pattern, tag in scopes:
+        hits = [path for path in paths if _matches(pattern, path)]
+        if not hits:
+            nearest = ", ".join(itertools.islice((p for p in paths if p), 6))
+            raise AnnotationError(
+                f"annotate: the pattern {pattern!r} matches no module of {type(model).__name__}",
+                hint=f"module paths look like: {nearest} ...; `*` does not cross a dot",
+                where=where,
+            )
+        for hit in hits:
+            prefix = f"{hit}." if hit else ""
+            depth = hit.count(".") + 1 if hit else 0
+            for path in paths:
+                if path == hit or path.startswith(prefix):
+                    matched.setdefault(path, []).append((depth, tag))
+    for path, found in matched.items():
+        tag = _ambient.get()
+        for _, scopes_found in sorted(found, key=lambda item: item[0]):
+            tag = (*tag, *(s for s in scopes_found if s not in tag))
+        for depth in range(len(tag)):
+            check_nesting(tag[: depth + 1])
+        paths[path].__dict__[TAG] = tag
+    return model
+
+
+def _matches(pattern: str, path: str) -> bool:
+    parts = path.split(".") if path else []
+    for alternative in pattern.split("|"):
+        globs = alternative.strip().split(".") if alternative.strip() else []
+        if len(globs) == len(parts) and all(
+            fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True)
+        ):
+            return True
+    return False

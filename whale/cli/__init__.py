@@ -1,0 +1,1 @@
+"""The command line: `main` finds the command, then one file per command does the work."""

@@ -1,0 +1,112 @@
+"""Gatherer: the whole model's tensors out of the ranks' pieces, under the user's own names.
+
+Place in the flow: behind `Step.state_dict` and `Step.gradients`. Every rank knows from the plan who owns what, so
+pieces are broadcast one by one and nothing about them has to be said first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whale.engine.lower import Lowered, stage_of_module
+from whale.ir.plan import Home, Plan
+from whale.ir.sharding import Piece
+
+
+def owners(plan: Plan, home: Home) -> list[tuple[int, Piece]]:
+    """A smallest set of (rank, piece) that covers a parameter, lowest ranks first."""
+    found: dict[Piece, int] = {}
+    for rank in range(plan.num_ranks):
+        piece = plan.piece(home, rank)
+        if piece is None:
+            continue
+        if piece.whole:
+            return [(rank, piece)]
+        found.setdefault(piece, rank)
+    return _cover(home, [(rank, piece) for piece, rank in found.items()])
+
+
+def _cover(home: Home, pieces: list[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
+    """Replicas may be cut differently; the pieces of the first one suffice."""
+    chosen: list[tuple[int, Piece]] = []
+    dim = pieces[0][1].dims[0][0]
+    covered = 0
+    for rank, piece in pieces:
+        size = sum(high - low for low, high in piece.dims[0][1])
+        if covered < home.shape[dim]:
+            chosen.append((rank, piece))
+            covered += size
+    return chosen
+
+
+class Gatherer:
+    """Brings whole tensors together on every rank's CPU."""
+
+    def __init__(self, model: nn.Module, plan: Plan, lowered: Lowered, rank: int) -> None:
+        self.model, self.plan, self.lowered, self.rank = model, plan, lowered, rank
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Exactly the keys of the original model's state dict."""
+        first_names = {id(p): name for name, p in self.model.named_parameters()}
+        by_name = {
+            name: first_names[id(p)]
+            for name, p in self.model.named_parameters(remove_duplicate=False)
+        }
+        tensors = dict(self._parameters(lambda p: p.detach()))
+        buffers = dict(self._buffers())
+        return {
+            key: tensors[by_name[key]] if key in by_name else buffers[key]
+            for key in self.model.state_dict()
+        }
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """By first name; trainable parameters only."""
+        trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
+
+        def gradient(parameter: nn.Parameter) -> torch.Tensor:
+            return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+
+        return {n: g for n, g in self._parameters(gradient) if n in trainable}
+
+    def _parameters(
+        self, read: Callable[[nn.Parameter], torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        shapes = {name: p for name, p in self.model.named_parameters()}
+        for home in self.plan.homes:
+            dtype = shapes[home.name].dtype
+            whole = torch.empty(home.shape, dtype=dtype)
+            for owner, piece in owners(self.plan, home):
+                local = None
+                if owner == self.rank:
+                    local = read(self.lowered.params[home.name])
+                part = self._share(local, owner, piece.shape(home.shape), dtype)
+                for inside, outside in piece.blocks(home.shape):
+                    whole[_slices(outside)] = part[_slices(inside)]
+            yield home.name, whole
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        local = dict(self.lowered.model.named_buffers())
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            stage = stage_of_module(self.plan, name.rpartition(".")[0])
+            owner = min(self.plan.stages[stage].virtual_device.ranks)
+            mine = local.get(name) if owner == self.rank else None
+            yield name, self._share(mine, owner, tuple(buffer.shape), buffer.dtype)
+
+    def _share(
+        self, local: torch.Tensor | None, owner: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        if local is not None:
+            data = local.detach().contiguous().clone()
+        else:
+            data = torch.empty(shape, dtype=dtype, device=self.lowered.device)
+        if self.plan.num_ranks > 1:
+            dist.broadcast(data, owner)
+        return data.cpu()
+
+
+def _slices(spans: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(low, high) for low, high in spans)

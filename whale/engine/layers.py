@@ -1,0 +1,75 @@
+"""Which modules are Layers: the ones that stay whole, found by structure and by the user's tags.
+
+Place in the flow: first step of `engine.capture`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from whale.annotations import tag_of
+from whale.ir.strategy import Tag
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Paths of the Layers in registration order.
+
+    A module is taken apart when its inside carries different tags, when it is a container, or when it holds a
+    ModuleList (repeated blocks) or a Sequential of composite modules; an element of a ModuleList is a
+    block and stays whole unless tags cut it.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def look(module: nn.Module, path: str, block: bool) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        children = list(module.named_children())
+        apart = bool(children) and (
+            _mixed(module)
+            or isinstance(module, _CONTAINERS)
+            or (not block and _holds_blocks(module))
+        )
+        if not apart:
+            if not isinstance(module, _CONTAINERS):
+                found[path] = module
+            return
+        for name, child in children:
+            look(child, f"{path}.{name}" if path else name, isinstance(module, nn.ModuleList))
+
+    look(model, "", False)
+    if list(found) == [""] and not _mixed(model) and next(model.children(), None) is not None:
+        # A plain model without blocks: its children are the Layers, unless its own parameters tie it together.
+        found = {name: child for name, child in model.named_children()}
+    return found
+
+
+def _mixed(module: nn.Module) -> bool:
+    tags = {tag_of(part) for part in module.modules()}
+    return len(tags) > 1
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    for part in module.modules():
+        if isinstance(part, nn.ModuleList) and len(part) > 0:
+            return True
+        if isinstance(part, nn.Sequential) and sum(1 for c in part if list(c.children())) > 1:
+            return True
+    return False
+
+
+def layer_tags(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, Tag]:
+    """The tag of every Layer: its own, or the nearest tagged ancestor's."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tags: dict[str, Tag] = {}
+    for path, layer in layers.items():
+        tag = tag_of(layer)
+        parent = path
+        while not tag and parent:
+            parent = parent.rpartition(".")[0]
+            tag = tag_of(modules[parent])
+        tags[path] = tag
+    return tags

@@ -1,0 +1,205 @@
+"""lower: a Plan and the user's module -> this rank's program: weights cut, rules installed, stages, groups.
+
+Place in the flow: last step of `wh.parallelize`. It never searches: every choice is in the Plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import nn
+
+from whale.engine.capture import Captured
+from whale.engine.program import ValueSpec
+from whale.engine.rules import install
+from whale.engine.stages import CutStage, WholeStage, cut
+from whale.engine.weights import local_copy
+from whale.errors import PlanError
+from whale.ir.homes import rank_buckets, sum_groups
+from whale.ir.model_graph import assign_stages
+from whale.ir.plan import Plan
+from whale.ir.sharding import Piece
+from whale.nn.batch_norm import SyncedBatchNorm
+from whale.nn.dropout import KeyedDropout
+from whale.nn.shard import Shard
+from whale.runtime import batch as batches
+from whale.runtime.context import RowLayout, StepContext
+from whale.runtime.executor import Executor, StageModule
+from whale.runtime.grads import GradientBuckets
+from whale.runtime.groups import Groups
+from whale.runtime.transfers import Channels
+
+
+@dataclass(slots=True, kw_only=True)
+class Lowered:
+    """One rank's program."""
+
+    model: nn.Module
+    params: dict[str, nn.Parameter]
+    pieces: dict[str, Piece]
+    context: StepContext
+    groups: Groups
+    grads: GradientBuckets
+    executor: Executor
+    device: torch.device
+
+
+def lower(
+    model: nn.Module,
+    plan: Plan,
+    captured: Captured,
+    loss: batches.Loss | None,
+    *,
+    rank: int,
+    device: torch.device,
+    seed: int,
+    timeout: timedelta,
+    outputs: frozenset[str] = frozenset(),
+) -> Lowered:
+    """This rank's program for `plan`; the user's module stays as it is."""
+    if plan.model_hash != captured.graph.hash:
+        raise PlanError(
+            f"the plan is for model {plan.model_hash}, this model is {captured.graph.hash}",
+            hint="make a plan for this model: wh.plan(model, ...)",
+        )
+    context = StepContext(seed=seed)
+    groups = Groups(plan, rank, timeout)
+    local, params, pieces = local_copy(model, plan, rank, device, seed)
+    modules = dict(local.named_modules(remove_duplicate=False))
+    sharded = _install_splits(plan, rank, modules, groups, context)
+    _install_norms(plan, rank, local, groups)
+    _install_dropouts(local, context, sharded)
+    stages = make_stages(plan, rank, local, captured, loss, outputs)
+    trainable = frozenset(n for n, p in params.items() if p.requires_grad)
+    mine = set(plan.stages_of(rank))
+    grads = GradientBuckets(
+        rank_buckets(plan, rank, trainable),
+        params,
+        pieces,
+        groups,
+        rank,
+        {home.name: set(home.stages) & mine for home in plan.homes},
+    )
+    borders: Sequence[ValueSpec] = captured.program.specs if captured.program else ()
+    executor = Executor(
+        plan,
+        rank,
+        stages,
+        borders,
+        Channels(rank, groups.channels),
+        context,
+        device,
+        _skippable(plan, local, set(stages)),
+    )
+    return Lowered(
+        model=local,
+        params=params,
+        pieces=pieces,
+        context=context,
+        groups=groups,
+        grads=grads,
+        executor=executor,
+        device=device,
+    )
+
+
+def make_stages(
+    plan: Plan,
+    rank: int,
+    local: nn.Module,
+    captured: Captured,
+    loss: batches.Loss | None,
+    outputs: frozenset[str],
+) -> dict[int, StageModule]:
+    """The stages this rank runs."""
+    if len(plan.stages) == 1:
+        return {0: WholeStage(local, loss, outputs)} if plan.stages_of(rank) else {}
+    assert captured.program is not None
+    stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
+    stage_of_layer = [stage_of_path[layer.path] for layer in captured.graph.layers]
+    stage_of_op, edges = assign_stages(captured.graph.nodes, stage_of_layer)
+    if edges != plan.schedule.edges:
+        raise PlanError(
+            f"values travel between stages {edges}, the plan's schedule has {plan.schedule.edges}",
+            hint="make the plan again for this model and batch",
+        )
+    parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
+    return {s: CutStage(parts[s], local, outputs) for s in plan.stages_of(rank)}
+
+
+def _install_splits(
+    plan: Plan, rank: int, modules: dict[str, nn.Module], groups: Groups, context: StepContext
+) -> dict[str, Shard]:
+    """Puts the sharded forwards in place; gives the Shard of every module inside a pair or attention."""
+    inside: dict[str, Shard] = {}
+    for taskgraph in plan.taskgraphs:
+        device = taskgraph.virtual_device
+        if not taskgraph.splits or rank not in device.ranks:
+            continue
+        replica, index = device.position(rank)
+        members = device.replicas[replica].ranks
+        base = plan.stages[taskgraph.stage].virtual_device
+        rows = None if base == device else RowLayout(context, base, members)
+        for split in taskgraph.splits:
+            shard = Shard(
+                group=groups.name_of(members),
+                index=index,
+                cuts=split.cuts_of(replica),
+                params=dict(split.params),
+                rows=rows,
+            )
+            install(split.rule, split.path, split.modules, shard, modules)
+            inside.update(dict.fromkeys(split.modules, shard))
+    return inside
+
+
+def _skippable(plan: Plan, local: nn.Module, stages: set[int]) -> frozenset[int]:
+    """Stages in which replicas do not wait for each other: no batch norm, no split across replicas."""
+    joined = {
+        t.stage
+        for t in plan.taskgraphs
+        if t.splits and t.virtual_device != plan.stages[t.stage].virtual_device
+    }
+    for path, module in local.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            joined.add(stage_of_module(plan, path))
+    return frozenset(stages - joined)
+
+
+def _install_norms(plan: Plan, rank: int, local: nn.Module, groups: Groups) -> None:
+    for path, module in local.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        stage = stage_of_module(plan, path)
+        device = plan.stages[stage].virtual_device
+        if rank not in device.ranks or len(device.replicas) == 1:
+            continue
+        columns = sum_groups([replica.ranks for replica in device.replicas])
+        mine = next(sync for sync in columns if rank in sync.ranks)
+        if mine.leads != mine.ranks:
+            raise PlanError(
+                f"batch norm {path} is in stage {stage}, whose replicas have different widths",
+                hint="give its replicas the same number of devices, or keep batch norm out of the split",
+            )
+        module.forward = SyncedBatchNorm(module, groups.name_of(mine.ranks))  # type: ignore[method-assign]
+
+
+def stage_of_module(plan: Plan, path: str) -> int:
+    """The stage of the Layer a module belongs to; glue modules are in the first."""
+    for taskgraph in plan.taskgraphs:
+        for layer in taskgraph.layers:
+            if path == layer or path.startswith(f"{layer}.") or layer == "":
+                return taskgraph.stage
+    return 0
+
+
+def _install_dropouts(
+    local: nn.Module, context: StepContext, sharded: dict[str, Shard]
+) -> None:
+    for path, module in local.named_modules():
+        if type(module) is nn.Dropout:
+            module.forward = KeyedDropout(module, path, context)  # type: ignore[method-assign]
+

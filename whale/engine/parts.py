@@ -1,0 +1,64 @@
+"""Parts against whole: is this model's loss one that can be computed in parts? Tried at build time on real rows.
+
+Place in the flow: called by `wh.parallelize` before lowering. A loss that does not come out the same when the
+rows are computed apart is refused here, never silently weighed (design, decision 5).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.errors import WhaleError
+from whale.runtime import batch as batches
+from whale.runtime.means import MeanTracker
+
+_ROWS = 4
+
+
+def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None:
+    """Compares the loss of a few rows with the same rows in two parts, in eval mode, without gradients.
+
+    A model on the meta device has no values yet and is not tried.
+    """
+    rows = min(_ROWS, batches.num_rows(batch))
+    tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
+    if rows < 2 or any(t.is_meta for t in tensors):
+        return
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            whole = _measure(model, loss, batches.take_rows(batch, 0, rows, device))
+            parts = [
+                _measure(model, loss, batches.take_rows(batch, low, high, device))
+                for low, high in ((0, 1), (1, rows))
+            ]
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    total, count, dtype = whole
+    apart = sum(p[0] for p in parts)
+    counted = sum(p[1] for p in parts)
+    tolerance = 1e-9 if dtype == torch.float64 else (1e-3 if dtype == torch.float32 else 5e-2)
+    scale = max(abs(total), abs(apart), 1e-12)
+    if abs(count - counted) > 1e-6 * max(1.0, count) or abs(total - apart) > tolerance * scale:
+        raise WhaleError(
+            f"the loss of {rows} rows is {total / max(count, 1e-12):.6g} computed at once and "
+            f"{apart / max(counted, 1e-12):.6g} in two parts",
+            hint="average with a torch loss (F.cross_entropy, F.mse_loss, Tensor.mean, ...), which Whale weighs by its "
+            "count; set Config check_parts=False only if rows interact on purpose",
+        )
+
+
+def _measure(
+    model: nn.Module, loss: batches.Loss | None, batch: Any
+) -> tuple[float, float, torch.dtype]:
+    tracker = MeanTracker()
+    with tracker:
+        value = batches.call_model(model, loss, batch)["loss"]
+    count = float(tracker.count(value, batches.num_rows(batch)))
+    return float(value) * count, count, value.dtype

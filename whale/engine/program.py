@@ -1,0 +1,238 @@
+"""Program: the glue between Layers as a list of operations that can be cut into stages and run again.
+
+Place in the flow: made by `engine.trace`, cut by `engine.stages`. It is a few plain classes rather than an
+`fx.Graph` because glue passes arbitrary Python objects (configs, caches, slices) between Layers, which fx
+cannot print as code, and because shape constants that grow with the batch become `Rows` expressions here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from whale.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value of the program by number."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A parameter or buffer by name, read from this rank's copy of the model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """An integer that grows with the rows of the batch: `slope * rows + offset`."""
+
+    slope: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueSpec:
+    """Shape and dtype of a value; `shape[batch_dim]` is `rows * factor` (batch_dim None: no batch in it)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+    factor: int
+    grad: bool
+
+    def at(self, rows: int) -> tuple[int, ...]:
+        """The shape for that many rows."""
+        if self.batch_dim is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.batch_dim] = rows * self.factor
+        return tuple(shape)
+
+
+@dataclass(slots=True, kw_only=True)
+class Op:
+    """One step: a Layer by path (`layer`) or a function, its arguments, and the values it makes."""
+
+    layer: str | None
+    target: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    where: str
+    pure: bool = False
+    state: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The values it reads."""
+        found: list[int] = []
+        visit((self.args, self.kwargs), lambda leaf: found.append(leaf.index), Ref)
+        return tuple(dict.fromkeys(found))
+
+
+@dataclass(slots=True, kw_only=True)
+class Program:
+    """Operations in execution order. Values 0..num_inputs-1 are the tensors of the batch."""
+
+    num_inputs: int
+    ops: list[Op]
+    specs: list[ValueSpec] = field(default_factory=list)
+    result: Any = None
+
+
+def is_tree(value: Any) -> bool:
+    """Whether `value` is a container that arguments are looked for in."""
+    return isinstance(value, (tuple, list, dict, slice)) or hasattr(value, "to_tuple")
+
+
+def tree_map(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Rebuilds nested tuples, lists, dicts, slices and mapping-like outputs with `fn` on the leaves."""
+    if isinstance(value, torch.Size):
+        return tuple(fn(v) for v in value)
+    if isinstance(value, tuple):
+        items = [tree_map(v, fn) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [tree_map(v, fn) for v in value]
+    if isinstance(value, slice):
+        return slice(tree_map(value.start, fn), tree_map(value.stop, fn), tree_map(value.step, fn))
+    if isinstance(value, dict):
+        mapped = {k: tree_map(v, fn) for k, v in value.items()}
+        return mapped if type(value) is dict else type(value)(**mapped)
+    return fn(value)
+
+
+def visit(value: Any, fn: Callable[[Any], Any], kind: type | tuple[type, ...]) -> None:
+    """Calls `fn` on every leaf of `kind`, in order."""
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, kind):
+            fn(leaf)
+        return leaf
+
+    tree_map(value, look)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested value, in order."""
+    found: list[torch.Tensor] = []
+    visit(value, found.append, torch.Tensor)
+    return found
+
+
+def run_ops(
+    ops: Sequence[Op],
+    values: dict[int, torch.Tensor],
+    rows: int,
+    layers: Mapping[str, Callable[..., Any]],
+    state: Callable[[str], torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """Runs `ops` on `values` (changed in place): the user's Layers and the recorded glue between them."""
+
+    def bind(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return values[leaf.index]
+        if isinstance(leaf, Rows):
+            return leaf.slope * rows + leaf.offset
+        if isinstance(leaf, State):
+            return state(leaf.name)
+        return leaf
+
+    for op in ops:
+        fn = layers[op.layer] if op.layer is not None else op.target
+        assert fn is not None
+        out = fn(*tree_map(op.args, bind), **tree_map(op.kwargs, bind))
+        made = tensors_in(out)
+        if len(made) != len(op.outputs):
+            raise CaptureError(
+                f"{op.where}: {op.layer or op.target} gave {len(made)} tensors, {len(op.outputs)} when traced",
+                hint="what a Layer returns must not depend on the values of the batch",
+            )
+        values.update(zip(op.outputs, made, strict=True))
+    return values
+
+
+def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
+    """One program for every number of rows, out of traces at two: constants that differ become `Rows`."""
+    if len(first.ops) != len(second.ops):
+        raise CaptureError(
+            f"the glue runs {len(first.ops)} operations for {rows[0]} rows and {len(second.ops)} for {rows[1]}",
+            hint="put code that branches or loops on the batch size inside one annotated module",
+        )
+    ops = []
+    for a, b in zip(first.ops, second.ops, strict=True):
+        if (a.layer, getattr(a.target, "__name__", None)) != (
+            b.layer,
+            getattr(b.target, "__name__", None),
+        ):
+            raise CaptureError(
+                f"{a.where}: glue differs with the batch size ({a.layer or a.target} against {b.layer or b.target})",
+                hint="put code that branches on the batch size inside one annotated module",
+            )
+        args, kwargs = _merge_tree((a.args, a.kwargs), (b.args, b.kwargs), rows, a.where)
+        ops.append(
+            Op(
+                layer=a.layer,
+                target=a.target,
+                args=args,
+                kwargs=kwargs,
+                outputs=a.outputs,
+                where=a.where,
+                pure=a.pure,
+                state=a.state,
+            )
+        )
+    specs = [
+        _merge_spec(x, y, rows, index)
+        for index, (x, y) in enumerate(zip(first.specs, second.specs, strict=True))
+    ]
+    return Program(num_inputs=first.num_inputs, ops=ops, specs=specs, result=first.result)
+
+
+def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
+        items = [_merge_tree(x, y, rows, where) for x, y in zip(a, b, strict=True)]
+        return items if isinstance(a, list) else tuple(items)
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return {k: _merge_tree(a[k], b[k], rows, where) for k in a}
+    if isinstance(a, slice) and isinstance(b, slice):
+        return slice(
+            _merge_tree(a.start, b.start, rows, where),
+            _merge_tree(a.stop, b.stop, rows, where),
+            _merge_tree(a.step, b.step, rows, where),
+        )
+    if type(a) is int and type(b) is int and a != b:
+        slope, rest = divmod(b - a, rows[1] - rows[0])
+        if rest == 0:
+            return Rows(slope, a - slope * rows[0])
+    elif isinstance(a, float) and isinstance(b, float) and a != b:
+        pass
+    else:
+        return a
+    raise CaptureError(
+        f"{where}: a constant of the glue is {a!r} for {rows[0]} rows and {b!r} for {rows[1]}",
+        hint="put arithmetic on the batch size inside one annotated module",
+    )
+
+
+def _merge_spec(a: ValueSpec, b: ValueSpec, rows: tuple[int, int], index: int) -> ValueSpec:
+    changed = [d for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=False)) if x != y]
+    if not changed and len(a.shape) == len(b.shape):
+        return a
+    if len(changed) == 1 and a.shape[changed[0]] % rows[0] == 0:
+        dim = changed[0]
+        factor = a.shape[dim] // rows[0]
+        if b.shape[dim] == factor * rows[1]:
+            return ValueSpec(
+                shape=a.shape, dtype=a.dtype, batch_dim=dim, factor=factor, grad=a.grad
+            )
+    # Not a value that can cross stages; refused only if it has to (engine.stages).
+    return ValueSpec(shape=a.shape, dtype=a.dtype, batch_dim=-1, factor=0, grad=a.grad)

@@ -1,0 +1,191 @@
+"""Stages: the model cut at stage borders, or left whole where there is only one.
+
+Place in the flow: used by `engine.lower`. One stage runs the user's own `forward`, untouched; several run the
+recorded glue around the user's Layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.engine.program import Op, Program, Ref, ValueSpec, run_ops, tree_map
+from whale.errors import CaptureError
+from whale.nn.column_shard import plain
+from whale.runtime import batch as batches
+from whale.runtime.executor import Outcome
+from whale.runtime.means import MeanTracker
+
+
+@dataclass(slots=True, kw_only=True)
+class StageProgram:
+    """The operations of one stage and the values that cross its borders, by the other stage."""
+
+    index: int
+    ops: list[Op]
+    incoming: dict[int, list[int]]
+    outgoing: dict[int, list[int]]
+    result: dict[str, Any] | None
+
+
+def cut(
+    program: Program, stage_of_op: tuple[int | None, ...], num_stages: int, result: dict[str, Any]
+) -> list[StageProgram]:
+    """The program of every stage. Pure operations are repeated in each stage that reads them."""
+    producer = {value: i for i, op in enumerate(program.ops) for value in op.outputs}
+    loss = result["loss"]
+    assert isinstance(loss, Ref)
+    loss_stage = stage_of_op[producer[loss.index]] if loss.index in producer else None
+    if loss_stage is None:
+        raise CaptureError(
+            "the loss depends on no Layer and no parameter",
+            hint="return the loss of the model's own output",
+        )
+    stages = []
+    for stage in range(num_stages):
+        own = {i for i, s in enumerate(stage_of_op) if s == stage}
+        incoming: dict[int, list[int]] = {}
+        reads = [v for i in sorted(own) for v in program.ops[i].inputs]
+        if stage == loss_stage:
+            reads += _refs(_local_result(result, stage_of_op, producer, stage))
+        seen: set[int] = set()
+        while reads:
+            value = reads.pop(0)
+            if value in seen or value not in producer:
+                continue
+            seen.add(value)
+            maker = producer[value]
+            source = stage_of_op[maker]
+            if source is None:
+                own.add(maker)
+                reads += program.ops[maker].inputs
+            elif source != stage:
+                incoming.setdefault(source, []).append(value)
+        stages.append(
+            StageProgram(
+                index=stage,
+                ops=[program.ops[i] for i in sorted(own)],
+                incoming={s: sorted(v) for s, v in sorted(incoming.items())},
+                outgoing={},
+                result=_local_result(result, stage_of_op, producer, stage)
+                if stage == loss_stage
+                else None,
+            )
+        )
+    for stage in stages:
+        for source, values in stage.incoming.items():
+            stages[source].outgoing[stage.index] = values
+            for value in values:
+                _check_border(program, program.specs[value], producer[value])
+    return stages
+
+
+def _check_border(program: Program, spec: ValueSpec, maker: int) -> None:
+    if spec.batch_dim == -1:
+        raise CaptureError(
+            f"{program.ops[maker].where}: a value of shape {spec.shape} crosses a stage border, but its size does "
+            "not grow with the rows of the batch along one dim",
+            hint="move the border, or keep this value inside one annotated module",
+        )
+
+
+def _refs(value: Any) -> list[int]:
+    found: list[int] = []
+    tree_map(value, lambda leaf: found.append(leaf.index) if isinstance(leaf, Ref) else None)
+    return found
+
+
+def _local_result(
+    result: dict[str, Any],
+    stage_of_op: tuple[int | None, ...],
+    producer: dict[int, int],
+    stage: int,
+) -> dict[str, Any]:
+    """The named outputs that the loss's stage has at hand."""
+    return {
+        name: value
+        for name, value in result.items()
+        if all(
+            index not in producer or stage_of_op[producer[index]] in (stage, None)
+            for index in _refs(value)
+        )
+    }
+
+
+class WholeStage:
+    """The only stage: the user's forward as it stands."""
+
+    incoming: Mapping[int, list[int]] = {}
+    outgoing: Mapping[int, list[int]] = {}
+    has_loss = True
+
+    def __init__(
+        self, model: nn.Module, loss: batches.Loss | None, outputs: frozenset[str]
+    ) -> None:
+        self.model, self.loss, self.outputs = model, loss, outputs
+
+    def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
+        """Runs the model on this rank's rows."""
+        tracker = MeanTracker()
+        if self.loss is None:
+            with tracker:
+                named = batches.call_model(self.model, None, batch)
+        else:
+            loss = self.loss
+
+            def tracked(output: Any, target: Any) -> Any:
+                with tracker:
+                    return loss(output, target)
+
+            named = batches.call_model(self.model, tracked, batch)
+        value = named["loss"]
+        return Outcome(
+            loss=value,
+            count=tracker.count(value, rows),
+            named={name: plain(named.get(name)) for name in self.outputs},
+        )
+
+
+class CutStage:
+    """One of several stages: its Layers, and the recorded glue around them."""
+
+    def __init__(self, part: StageProgram, model: nn.Module, outputs: frozenset[str]) -> None:
+        self.part, self.outputs = part, outputs
+        self.incoming, self.outgoing = part.incoming, part.outgoing
+        self.has_loss = part.result is not None
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.layers = {op.layer: modules[op.layer] for op in part.ops if op.layer is not None}
+        self.model = model
+        last_layer = max((i for i, op in enumerate(part.ops) if op.layer is not None), default=0)
+        self.tail = last_layer if self.has_loss else len(part.ops)
+
+    def _state(self, name: str) -> torch.Tensor:
+        owner, _, leaf = name.rpartition(".")
+        value = getattr(self.model.get_submodule(owner), leaf)
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
+        """Runs this stage on its rows; `received` are the values from earlier stages."""
+        values = dict(enumerate(batches.leaves(batch)))
+        values.update(received)
+        run_ops(self.part.ops[: self.tail], values, rows, self.layers, self._state)
+        tracker = MeanTracker()
+        with tracker:
+            run_ops(self.part.ops[self.tail :], values, rows, self.layers, self._state)
+        sent = {v for group in self.outgoing.values() for v in group}
+        outcome = Outcome(values={v: plain(values[v]) for v in sorted(sent)})
+        if self.part.result is not None:
+            wanted = {"loss": None, **dict.fromkeys(self.outputs)}
+            named = tree_map(
+                {name: self.part.result.get(name) for name in wanted},
+                lambda leaf: values[leaf.index] if isinstance(leaf, Ref) else leaf,
+            )
+            outcome.loss = named["loss"]
+            outcome.count = tracker.count(named["loss"], rows)
+            outcome.named = {name: plain(named[name]) for name in self.outputs}
+        return outcome

@@ -1,0 +1,175 @@
+"""Step: a model that trains as its plan says. `step(batch)` is one optimizer step on a global batch.
+
+Place in the flow: what `wh.parallelize` returns; built on a Lowered program and the plan's action lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whale.config import Config
+from whale.engine.capture import capture
+from whale.engine.gather import Gatherer
+from whale.engine.lower import Lowered, make_stages
+from whale.errors import WhaleError
+from whale.ir.plan import Plan
+from whale.ir.schedule import Action
+from whale.runtime import batch as batches
+from whale.runtime.optimizer import check_elementwise
+from whale.runtime.outputs import Merge, merge
+
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+
+
+class Step:
+    """Runs the plan on this rank.
+
+    Attributes:
+        plan: The Plan that runs.
+        optimizer: This rank's optimizer, over its own pieces; learning-rate schedulers take it as usual.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        lowered: Lowered,
+        *,
+        loss: batches.Loss | None,
+        optimizer: OptimizerFactory,
+        config: Config,
+        actions: Sequence[Action],
+        forward_actions: Sequence[Action],
+        outputs: Mapping[str, Merge],
+        batch: Any,
+        rank: int,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self._model, self._lowered, self._loss, self._config = model, lowered, loss, config
+        self._actions, self._forward_actions = actions, forward_actions
+        self._outputs = dict(outputs)
+        self._example = batches.take_rows(batch, 0, min(2, batches.num_rows(batch)))
+        self._evaluating: Any = None
+        self._gatherer = Gatherer(model, plan, lowered, rank)
+        self.optimizer = self._make_optimizer(optimizer)
+        self.num_steps = 0
+
+    def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+        named = [(n, p) for n, p in self._lowered.params.items() if p.requires_grad]
+        if not named:
+            # A rank without trainable parameters still takes part in schedulers and checkpoints.
+            named = [("whale.none", nn.Parameter(torch.zeros(0, device=self._lowered.device)))]
+        made = factory(named)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise WhaleError(
+                f"`optimizer` returned {type(made).__name__}, not a torch.optim.Optimizer",
+                hint="pass a factory, such as partial(torch.optim.AdamW, lr=1e-4); it is called with "
+                "[(name, parameter), ...]",
+            )
+        split = {home.name for home in self.plan.homes if home.splits}
+        check_elementwise(made, sorted(split), self._config.optimizer.elementwise)
+        return made
+
+    # ---- training -------------------------------------------------------------------------------
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        """One step on a global batch: forward, backward, sum, divide by the global count, clip, update.
+
+        Returns the global mean loss as `loss`, the gradient norm as `grad_norm` when clipping, and the
+        named outputs asked for; values are tensors, read them when you need them.
+        """
+        lowered = self._lowered
+        lowered.model.train()
+        lowered.context.step = self.num_steps
+        lowered.grads.zero()
+        totals = lowered.executor.run(batch, self._actions, lowered.grads)
+        lowered.grads.wait()
+        max_norm = self._config.optimizer.max_grad_norm
+        numbers = [totals.loss, totals.count]
+        if max_norm is not None:
+            numbers.append(lowered.grads.square_sum(lowered.device))
+        summed = self._sum(torch.stack(numbers))
+        count = summed[1]
+        sums = self._config.communication.gradients_reduce_method == "sum"
+        factor = torch.ones_like(count) if sums else 1.0 / count
+        metrics: dict[str, Any] = {"loss": summed[0] / count}
+        if max_norm is not None:
+            norm = summed[2].sqrt() * factor
+            metrics["grad_norm"] = norm
+            factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        lowered.grads.scale(factor)
+        self.optimizer.step()
+        self.num_steps += 1
+        metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
+        return metrics
+
+    def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.plan.num_ranks > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def evaluate(self, batch: Any) -> dict[str, Any]:
+        """The global mean loss and the named outputs of a batch, in eval mode, without gradients."""
+        lowered = self._lowered
+        lowered.model.eval()
+        executor = lowered.executor
+        training = executor.stages
+        executor.stages = self._eval_stages()
+        try:
+            with torch.no_grad():
+                totals = executor.run(batch, self._forward_actions, None)
+        finally:
+            executor.stages = training
+            lowered.model.train()
+        summed = self._sum(torch.stack([totals.loss, totals.count]))
+        metrics: dict[str, Any] = {"loss": summed[0] / summed[1]}
+        metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
+        return metrics
+
+    def _eval_stages(self) -> Any:
+        """Glue may branch on `training`, so several stages are traced once more in eval mode."""
+        if len(self.plan.stages) == 1:
+            return self._lowered.executor.stages
+        if self._evaluating is None:
+            flags = {module: module.training for module in self._model.modules()}
+            self._model.eval()
+            try:
+                captured = capture(self._model, self._example, self._loss)
+            finally:
+                for module, flag in flags.items():
+                    module.training = flag
+            if captured.program is None:
+                assert captured.refusal is not None
+                raise captured.refusal
+            self._evaluating = make_stages(
+                self.plan,
+                self.rank,
+                self._lowered.model,
+                captured,
+                self._loss,
+                frozenset(self._outputs),
+            )
+        return self._evaluating
+
+    # ---- the whole model's tensors -----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state on every rank's CPU, with exactly the original model's keys."""
+        return self._gatherer.state_dict()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The whole model's gradients of the last step (divided, clipped) on every rank's CPU."""
+        return self._gatherer.gradients()
+
+    def close(self) -> None:
+        """Frees process groups and memory; the user's model can be parallelized again."""
+        self._lowered.groups.close()
+        for parameter in self._lowered.params.values():
+            parameter.grad = None
+        self._lowered.params.clear()

@@ -1,0 +1,93 @@
+"""Weights: this rank's pieces of the user's parameters, and its copy of the module tree around them.
+
+Place in the flow: used by `engine.lower`. The user's module is never changed: the copy shares its code and
+attributes, holds the pieces the plan gives this rank, and nothing (meta tensors) for the rest.
+A model on the meta device is initialised here, each module from its own seed, so that every layout starts alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.errors import WhaleError
+from whale.ir.plan import Plan
+from whale.ir.sharding import Piece
+
+
+def take(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The part of a whole tensor that `piece` names."""
+    for dim, spans in piece.dims:
+        parts = [tensor.narrow(dim, low, high - low) for low, high in spans]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return tensor
+
+
+def local_copy(
+    model: nn.Module, plan: Plan, rank: int, device: torch.device, seed: int
+) -> tuple[nn.Module, dict[str, nn.Parameter], dict[str, Piece]]:
+    """This rank's copy of the model, its parameters by first name, and the piece each one is."""
+    pieces: dict[str, Piece] = {}
+    for home in plan.homes:
+        piece = plan.piece(home, rank)
+        if piece is not None:
+            pieces[home.name] = piece
+    memo: dict[int, Any] = {}
+    params: dict[str, nn.Parameter] = {}
+    fresh = _initialise(model, set(pieces), seed)
+    for name, parameter in model.named_parameters():
+        if name not in pieces:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            continue
+        source = fresh[name] if parameter.is_meta else parameter.detach()
+        data = take(source, pieces[name]).to(device, copy=True).contiguous()
+        params[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = params[name]
+        fresh.pop(name, None)
+    for name, buffer in model.named_buffers():
+        source = fresh[name] if buffer.is_meta and name in fresh else buffer.detach()
+        memo[id(buffer)] = source.to(device, copy=True) if not source.is_meta else source
+    return copy.deepcopy(model, memo), params, pieces
+
+
+def _initialise(model: nn.Module, wanted: set[str], seed: int) -> dict[str, torch.Tensor]:
+    """Values of meta parameters and buffers, module by module, each from a seed of its own."""
+    values: dict[str, torch.Tensor] = {}
+    first_names = {id(p): name for name, p in model.named_parameters()}
+    for path, module in model.named_modules():
+        own = {n: p for n, p in module.named_parameters(recurse=False) if p.is_meta}
+        buffers = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
+        names = {n: first_names[id(p)] for n, p in own.items()}
+        if not any(name in wanted for name in names.values()) and not buffers:
+            continue
+        filled = copy.deepcopy(module).to_empty(device="cpu", recurse=False)
+        generator_seed = (seed * 0x9E3779B1 + zlib.crc32(path.encode())) & 0x7FFFFFFF
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator_seed)
+            _reset(model, path, filled)
+        prefix = f"{path}." if path else ""
+        for local, name in names.items():
+            if name in wanted and name not in values and name == f"{prefix}{local}":
+                values[name] = getattr(filled, local).detach()
+        for local in buffers:
+            values[f"{prefix}{local}"] = getattr(filled, local).detach()
+    return values
+
+
+def _reset(model: nn.Module, path: str, module: nn.Module) -> None:
+    with torch.no_grad():
+        if hasattr(model, "_init_weights"):
+            model._init_weights(module)  # type: ignore[operator]
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            raise WhaleError(
+                f"{path or 'the root'} ({type(module).__name__}) is on the meta device and has no "
+                "`reset_parameters`, so its parameters have no values",
+                hint="give it a reset_parameters() method, or build the model with real weights",
+            )

@@ -1,0 +1,132 @@
+"""The law of the IR: what every Plan must satisfy. Run after each planning pass and before anything starts.
+
+Place in the flow: a Plan that passes here can be lowered; one that does not is refused with both values.
+"""
+
+from __future__ import annotations
+
+from whale.errors import PlanError
+from whale.ir.homes import sync_groups
+from whale.ir.plan import Plan, SplitLayer, TaskGraphPlan
+
+
+def check_plan(plan: Plan) -> Plan:
+    """Returns `plan` unchanged, or raises PlanError."""
+    _check_stages(plan)
+    for taskgraph in plan.taskgraphs:
+        _check_taskgraph(plan, taskgraph)
+    _check_homes(plan)
+    _check_groups(plan)
+    return plan
+
+
+def _require(condition: bool, message: str, hint: str) -> None:
+    if not condition:
+        raise PlanError(message, hint=hint)
+
+
+def _check_stages(plan: Plan) -> None:
+    in_schedule = sorted(stage for group in plan.schedule.groups for stage in group)
+    _require(
+        in_schedule == list(range(len(plan.stages))),
+        f"the schedule runs stages {in_schedule}, the plan has {len(plan.stages)}",
+        "every stage belongs to exactly one device group of the schedule",
+    )
+    owner: dict[int, int] = {}
+    for group, stages in enumerate(plan.schedule.groups):
+        for stage in stages:
+            device = plan.stages[stage].virtual_device
+            _require(
+                len(set(device.ranks)) == len(device.ranks) and bool(device.ranks),
+                f"stage {stage} lists ranks {device.ranks}: a rank twice, or none",
+                "each rank of a stage is one shard of one replica",
+            )
+            _require(
+                min(device.weights) >= 0 and sum(device.weights) > 0,
+                f"stage {stage} has row weights {device.weights}",
+                "weights are 0 or more and not all 0",
+            )
+            for rank in device.ranks:
+                _require(
+                    0 <= rank < plan.num_ranks,
+                    f"stage {stage} uses rank {rank}, the plan has {plan.num_ranks} ranks",
+                    "ranks count from 0",
+                )
+                _require(
+                    owner.setdefault(rank, group) == group,
+                    f"rank {rank} is in device groups {owner[rank]} and {group}",
+                    "stages either share all their ranks (one group) or none",
+                )
+
+
+def _check_taskgraph(plan: Plan, taskgraph: TaskGraphPlan) -> None:
+    stage = plan.stages[taskgraph.stage]
+    device = taskgraph.virtual_device
+    _require(
+        sorted(device.ranks) == sorted(stage.virtual_device.ranks),
+        f"TaskGraph {taskgraph.name} uses ranks {sorted(device.ranks)}, its stage {stage.index} "
+        f"{sorted(stage.virtual_device.ranks)}",
+        "TaskGraphs of one stage are colocated: same ranks",
+    )
+    # Rows of a coarser TaskGraph replica must be the rows of whole stage replicas, in order, so that a
+    # gather along rows inside the replica is all the bridge there is.
+    for replica in device.replicas:
+        inside = [r for r in stage.virtual_device.replicas if set(r.ranks) <= set(replica.ranks)]
+        _require(
+            tuple(rank for r in inside for rank in r.ranks) == replica.ranks
+            and sum(r.weight for r in inside) == replica.weight,
+            f"TaskGraph {taskgraph.name}: replica {replica.ranks} (weight {replica.weight}) does not hold "
+            f"whole replicas of stage {stage.index}: {stage.virtual_device.to_dict()}",
+            "a split spans one or more whole replicas of its stage",
+        )
+    for split in taskgraph.splits:
+        _check_split(taskgraph, split)
+
+
+def _check_split(taskgraph: TaskGraphPlan, split: SplitLayer) -> None:
+    replicas = taskgraph.virtual_device.replicas
+    _require(
+        len(split.cuts) in (1, len(replicas)),
+        f"{split.path}: {len(split.cuts)} rows of cuts for {len(replicas)} replicas",
+        "give one row for all replicas or one per replica",
+    )
+    for index, replica in enumerate(replicas):
+        row = split.cuts_of(index)
+        units = split.params[0][1].units
+        _require(
+            len(row) == len(replica.ranks) + 1
+            and row[0] == 0
+            and row[-1] == units
+            and all(a <= b for a, b in zip(row, row[1:], strict=False)),
+            f"{split.path}: cuts {row} for {len(replica.ranks)} shards of {units} {split.unit}",
+            "cuts start at 0, never fall, end at the number of units, one more than shards",
+        )
+
+
+def _check_homes(plan: Plan) -> None:
+    for home in plan.homes:
+        _require(
+            bool(home.stages) and all(0 <= s < len(plan.stages) for s in home.stages),
+            f"parameter {home.name} lives in stages {home.stages}, the plan has {len(plan.stages)}",
+            "every parameter has at least one stage",
+        )
+        dims = {dict(plan.split_of(t, path).params)[home.name].dim for t, path in home.splits}
+        _require(
+            len(dims) <= 1,
+            f"tied parameter {home.name} is cut along dims {sorted(dims)}",
+            "the users of a tied parameter must cut the same dim",
+        )
+
+
+def _check_groups(plan: Plan) -> None:
+    listed = {group.ranks for group in plan.groups}
+    names = [group.name for group in plan.groups]
+    _require(
+        len(names) == len(set(names)), f"process group names repeat: {names}", "names are unique"
+    )
+    for ranks in sync_groups(plan):
+        _require(
+            ranks in listed,
+            f"gradients are summed over ranks {ranks}, but the plan lists no such group",
+            "list every process group, in the order all ranks create them",
+        )

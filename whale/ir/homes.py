@@ -1,0 +1,175 @@
+"""Who must agree on which gradient: every parameter's owners, cut into slices with one SUM group each.
+
+Place in the flow: pure functions over a Plan. The planner lists the groups they ask for, the runtime
+fills its buckets from them, the checker counts on them.
+
+[Note: contributions] A replica contributes its gradient once. Inside a replica of several shards a whole
+parameter has the same gradient on every shard, so those are copies, not contributions. Where all
+contributions have the same number of copies, copy j of each forms a group of its own; otherwise one group
+holds all owners and only the first copy of each contribution adds (`leads`), the others add zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from whale.ir.plan import Home, Plan
+from whale.ir.sharding import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """A SUM group and the ranks in it that contribute."""
+
+    ranks: tuple[int, ...]
+    leads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A stretch of a parameter with one Sync. `span` is global, along `dim`; None: the whole local tensor."""
+
+    home: Home
+    dim: int
+    span: Span | None
+    sync: Sync
+    owner: int
+    """The one rank that answers for it where it must be counted once (the gradient norm)."""
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Slices reduced in one collective. `position` orders all buckets of all ranks the same way."""
+
+    position: tuple[int, tuple[int, ...]]
+    sync: Sync
+    dtype: str
+    slices: tuple[Slice, ...]
+
+
+def syncs(plan: Plan, home: Home) -> list[tuple[int, Span | None, list[Sync]]]:
+    """(dim, global span, SUM groups) for every stretch of a parameter; a span of None is all of it."""
+    split_stages = {plan.taskgraphs[t].stage for t, _ in home.splits}
+    everywhere = [
+        replica.ranks
+        for stage in home.stages
+        if stage not in split_stages
+        for replica in plan.stages[stage].virtual_device.replicas
+    ]
+    if not home.splits:
+        return [(0, None, sum_groups(everywhere))]
+    dim = 0
+    holders: list[tuple[int, list[tuple[int, tuple[Span, ...]]]]] = []
+    points: set[int] = set()
+    for taskgraph, path in home.splits:
+        split = plan.split_of(taskgraph, path)
+        sharding = dict(split.params)[home.name]
+        dim = sharding.dim
+        for index, replica in enumerate(plan.taskgraphs[taskgraph].virtual_device.replicas):
+            held = [
+                (rank, sharding.spans(*split.units(index, shard)))
+                for shard, rank in enumerate(replica.ranks)
+            ]
+            points.update(point for _, spans in held for span in spans for point in span)
+            holders.append((index, held))
+    points.update((0, home.shape[dim]))
+    ordered = sorted(points)
+    found: list[tuple[int, Span | None, list[Sync]]] = []
+    for low, high in zip(ordered, ordered[1:], strict=False):
+        owners = list(everywhere)
+        for _, held in holders:
+            ranks = tuple(
+                rank for rank, spans in held if any(a <= low and high <= b for a, b in spans)
+            )
+            owners.append(ranks)
+        found.append((dim, (low, high), sum_groups([o for o in owners if o])))
+    return found
+
+
+def sum_groups(contributions: list[tuple[int, ...]]) -> list[Sync]:
+    unique = list(dict.fromkeys(contributions))
+    widths = {len(ranks) for ranks in unique}
+    if len(widths) == 1:
+        return [
+            Sync(ranks=tuple(sorted(column)), leads=tuple(sorted(column)))
+            for column in zip(*unique, strict=True)
+        ]
+    ranks = tuple(sorted({rank for owners in unique for rank in owners}))
+    return [Sync(ranks=ranks, leads=tuple(sorted({owners[0] for owners in unique})))]
+
+
+def sync_groups(plan: Plan) -> Iterator[tuple[int, ...]]:
+    """The rank tuples of all gradient SUM groups, in parameter order, with repeats."""
+    for home in plan.homes:
+        for _, _, groups in syncs(plan, home):
+            for sync in groups:
+                if len(sync.ranks) > 1:
+                    yield sync.ranks
+
+
+def rank_slices(plan: Plan, rank: int) -> list[Slice]:
+    """The slices of every parameter `rank` owns, last parameter first (gradients come in that order)."""
+    slices: list[Slice] = []
+    for home in reversed(plan.homes):
+        piece = plan.piece(home, rank)
+        if piece is None:
+            continue
+        found: list[Slice] = []
+        for dim, span, groups in syncs(plan, home):
+            mine = next((sync for sync in groups if rank in sync.ranks), None)
+            if mine is None:
+                continue
+            shape = list(home.shape)
+            if span is not None:
+                shape[dim] = span[1] - span[0]
+            numel = 1
+            for size in shape:
+                numel *= size
+            owner = min(groups[0].ranks)
+            found.append(
+                Slice(home=home, dim=dim, span=span, sync=mine, owner=owner, numel=numel)
+            )
+        if found and all((s.sync, s.owner) == (found[0].sync, found[0].owner) for s in found):
+            total = sum(s.numel for s in found)
+            first = found[0]
+            found = [
+                Slice(
+                    home=home, dim=0, span=None, sync=first.sync, owner=first.owner, numel=total
+                )
+            ]
+        slices += found
+    return slices
+
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def rank_buckets(plan: Plan, rank: int, trainable: frozenset[str]) -> list[Bucket]:
+    """Slices of equal Sync and dtype, filled to `bucket_bytes`, in the order every rank reduces them.
+
+    Members of a group see the same slices in the same order, so they cut the same buckets.
+    """
+    order = {home.name: index for index, home in enumerate(reversed(plan.homes))}
+    open_slices: dict[tuple[Sync, str], list[Slice]] = {}
+    buckets: list[Bucket] = []
+
+    def close(key: tuple[Sync, str]) -> None:
+        slices = open_slices.pop(key)
+        last = max(order[s.home.name] for s in slices)
+        buckets.append(
+            Bucket(position=(last, key[0].ranks), sync=key[0], dtype=key[1], slices=tuple(slices))
+        )
+
+    for piece in rank_slices(plan, rank):
+        if piece.home.name not in trainable:
+            continue
+        key = (piece.sync, piece.home.dtype)
+        open_slices.setdefault(key, []).append(piece)
+        size = sum(s.numel for s in open_slices[key]) * ITEM_BYTES[piece.home.dtype]
+        if size >= plan.bucket_bytes:
+            close(key)
+    for key in list(open_slices):
+        close(key)
+    return sorted(buckets, key=lambda bucket: bucket.position)

@@ -1,0 +1,278 @@
+"""ModelGraph: the captured model as a value: Layers, parameters, TaskGraphs, and the values between them.
+
+Place in the flow: made by `engine.capture`, the only thing the planner knows of a model.
+A *Layer* is a module that is never cut: it runs whole inside one stage. Everything between Layers is *glue*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whale.ir.sharding import DimSharding
+from whale.ir.strategy import Scope, Tag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter by its first name; `aliases` are the other names of the same tied tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOption:
+    """One way to shard some modules of a Layer: the rule, its units, and where each parameter is cut."""
+
+    rule: str
+    path: str
+    modules: tuple[str, ...]
+    units: int
+    unit: str
+    params: tuple[tuple[str, DimSharding], ...]
+    batch_dim: int | None = 0
+    """The batch dim of what it reads; None: no batch in it (position ids, say)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A module that runs whole in one stage. FLOPs are of the forward, as `flops + rows * flops_per_row`."""
+
+    path: str
+    kind: str
+    taskgraph: int
+    params: tuple[str, ...] = ()
+    flops: float = 0.0
+    flops_per_row: float = 0.0
+    splits: tuple[SplitOption, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A step of the captured program: a Layer call or a glue operation, with the nodes it reads.
+
+    `pure` nodes depend on the batch and constants alone; every stage that needs one computes it itself.
+    """
+
+    name: str
+    layer: int | None
+    inputs: tuple[int, ...]
+    params: tuple[str, ...] = ()
+    pure: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGraph:
+    """One use of a primitive and the Layers it holds. Paper section 3.1."""
+
+    index: int
+    tag: Tag
+    layers: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        """`split` if any scope shards it, else `replicate`."""
+        return "split" if any(scope.kind == "split" for scope in self.tag) else "replicate"
+
+    @property
+    def name(self) -> str:
+        """The user's name, or kind and index."""
+        named = [scope.name for scope in self.tag if scope.name]
+        return named[-1] if named else f"{self.kind}{self.index}"
+
+    @property
+    def where(self) -> str:
+        """file:line of the annotation, for messages."""
+        return self.tag[-1].where if self.tag else "the model's root"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGraph:
+    """The whole captured model. `nodes` is empty when the model was not traced (one stage needs no trace)."""
+
+    layers: tuple[Layer, ...]
+    parameters: tuple[Parameter, ...]
+    taskgraphs: tuple[TaskGraph, ...]
+    nodes: tuple[Node, ...] = ()
+
+    @property
+    def hash(self) -> str:
+        """Identifies the model and its annotations, so that a plan for another model is refused.
+
+        Names, shapes and structure count; where the annotation stands in the user's file does not.
+        """
+        parts: list[Any] = [
+            [p.name, list(p.shape), p.dtype, list(p.aliases)] for p in self.parameters
+        ]
+        parts += [[layer.path, layer.kind, layer.taskgraph] for layer in self.layers]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def parameter(self, name: str) -> Parameter:
+        """The parameter of that first name."""
+        return next(p for p in self.parameters if p.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "layers": [_layer_dict(layer) for layer in self.layers],
+            "parameters": [
+                {
+                    "name": p.name,
+                    "shape": list(p.shape),
+                    "dtype": p.dtype,
+                    "trainable": p.trainable,
+                    "aliases": list(p.aliases),
+                }
+                for p in self.parameters
+            ],
+            "taskgraphs": [
+                {"tag": [s.to_dict() for s in t.tag], "layers": list(t.layers)}
+                for t in self.taskgraphs
+            ],
+            "nodes": [
+                {
+                    "name": n.name,
+                    "layer": n.layer,
+                    "inputs": list(n.inputs),
+                    "params": list(n.params),
+                    "pure": n.pure,
+                }
+                for n in self.nodes
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ModelGraph:
+        """The inverse of `to_dict`."""
+        return cls(
+            layers=tuple(_layer_from(layer) for layer in data["layers"]),
+            parameters=tuple(
+                Parameter(
+                    name=p["name"],
+                    shape=tuple(p["shape"]),
+                    dtype=p["dtype"],
+                    trainable=p["trainable"],
+                    aliases=tuple(p["aliases"]),
+                )
+                for p in data["parameters"]
+            ),
+            taskgraphs=tuple(
+                TaskGraph(
+                    index=i,
+                    tag=tuple(Scope.from_dict(s) for s in t["tag"]),
+                    layers=tuple(t["layers"]),
+                )
+                for i, t in enumerate(data["taskgraphs"])
+            ),
+            nodes=tuple(
+                Node(
+                    name=n["name"],
+                    layer=n["layer"],
+                    inputs=tuple(n["inputs"]),
+                    params=tuple(n["params"]),
+                    pure=n["pure"],
+                )
+                for n in data["nodes"]
+            ),
+        )
+
+
+def _layer_dict(layer: Layer) -> dict[str, Any]:
+    return {
+        "path": layer.path,
+        "kind": layer.kind,
+        "taskgraph": layer.taskgraph,
+        "params": list(layer.params),
+        "flops": layer.flops,
+        "flops_per_row": layer.flops_per_row,
+        "splits": [
+            {
+                "rule": o.rule,
+                "path": o.path,
+                "modules": list(o.modules),
+                "units": o.units,
+                "unit": o.unit,
+                "batch_dim": o.batch_dim,
+                "params": {name: sharding.to_dict() for name, sharding in o.params},
+            }
+            for o in layer.splits
+        ],
+    }
+
+
+def _layer_from(data: dict[str, Any]) -> Layer:
+    return Layer(
+        path=data["path"],
+        kind=data["kind"],
+        taskgraph=data["taskgraph"],
+        params=tuple(data["params"]),
+        flops=data["flops"],
+        flops_per_row=data["flops_per_row"],
+        splits=tuple(
+            SplitOption(
+                rule=o["rule"],
+                path=o["path"],
+                modules=tuple(o["modules"]),
+                units=o["units"],
+                unit=o["unit"],
+                batch_dim=o["batch_dim"],
+                params=tuple(
+                    (name, DimSharding.from_dict(sharding))
+                    for name, sharding in o["params"].items()
+                ),
+            )
+            for o in data["splits"]
+        ),
+    )
+
+
+def assign_stages(
+    nodes: Sequence[Node], stage_of_layer: Sequence[int]
+) -> tuple[tuple[int | None, ...], tuple[tuple[int, int], ...]]:
+    """The stage of every node, and the stage pairs between which values travel.
+
+    A Layer runs in its own stage, or in a later one when it is called again after it (its weights are then
+    tied across both); glue runs where its latest input is, and glue that reads only parameters where it is
+    first used; a pure node has no stage (None): each stage that reads it computes it.
+    """
+    stages: list[int | None] = []
+    floating: list[int] = []
+    readers: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        for source in node.inputs:
+            readers[source].append(index)
+        read = [stage for source in node.inputs if (stage := stages[source]) is not None]
+        if node.layer is not None:
+            stages.append(max([stage_of_layer[node.layer], *read]))
+        elif node.pure or not read:
+            stages.append(None)
+            if not node.pure:
+                floating.append(index)
+        else:
+            stages.append(max(read))
+    for index in reversed(floating):
+        used = [stage for reader in readers[index] if (stage := stages[reader]) is not None]
+        stages[index] = min(used, default=0)
+    edges = {
+        (source, target)
+        for index, node in enumerate(nodes)
+        if (target := stages[index]) is not None
+        for i in node.inputs
+        if (source := stages[i]) is not None and source != target
+    }
+    return tuple(stages), tuple(sorted(edges))

@@ -1,0 +1,305 @@
+"""Plan: everything a rank needs to know to run, as one value: stages, shares, cuts, homes, groups, schedule.
+
+Place in the flow: the planner's only output and the engine's only input; printable, diffable, JSON.
+A plan names devices by rank. Sizes that depend on the batch are not stored: rows follow the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from whale.errors import PlanError
+from whale.ir.schedule import Schedule
+from whale.ir.sharding import WHOLE, DimSharding, Piece
+from whale.ir.virtual_device import VirtualDevice
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitLayer:
+    """A sharded module: the rule, and its unit cut points by shard, one row per replica (or one for all)."""
+
+    rule: str
+    path: str
+    modules: tuple[str, ...]
+    unit: str
+    cuts: tuple[tuple[int, ...], ...]
+    params: tuple[tuple[str, DimSharding], ...]
+
+    def units(self, replica: int, shard: int) -> tuple[int, int]:
+        """The units [low, high) of one shard."""
+        row = self.cuts[replica if len(self.cuts) > 1 else 0]
+        return row[shard], row[shard + 1]
+
+    def cuts_of(self, replica: int) -> tuple[int, ...]:
+        """All cut points of one replica."""
+        return self.cuts[replica if len(self.cuts) > 1 else 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGraphPlan:
+    """A TaskGraph placed: its devices, its Layers by path, and what of it is sharded and how."""
+
+    index: int
+    name: str
+    kind: str
+    stage: int
+    layers: tuple[str, ...]
+    virtual_device: VirtualDevice
+    splits: tuple[SplitLayer, ...] = ()
+    whole: tuple[str, ...] = ()
+    """Modules of a split TaskGraph that no rule covers: computed whole on every rank of the group."""
+    split_share: float = 0.0
+    """Share of its parameters that is truly split."""
+    flops_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """TaskGraphs that share devices and run as one. `virtual_device` is the row layout of its glue."""
+
+    index: int
+    taskgraphs: tuple[int, ...]
+    virtual_device: VirtualDevice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Where a parameter lives: the stages that use it, how it is cut, and how it is updated."""
+
+    name: str
+    shape: tuple[int, ...]
+    stages: tuple[int, ...]
+    splits: tuple[tuple[int, str], ...] = ()
+    """(TaskGraph, module path) of each split that cuts it; empty: whole."""
+    tier: str = "device"
+    dtype: str = "float32"
+    apply_group: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A process group. Groups are created by all ranks in the plan's order; `channel` groups carry P2P."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The whole plan. `to_dict` is the JSON contract; keys the cost model fills are null without it."""
+
+    model_hash: str
+    num_ranks: int
+    device_types: tuple[str, ...]
+    batch_rows: int
+    stages: tuple[StagePlan, ...]
+    taskgraphs: tuple[TaskGraphPlan, ...]
+    homes: tuple[Home, ...]
+    groups: tuple[Group, ...]
+    schedule: Schedule
+    bucket_bytes: int = 25_000_000
+    num_communicators: int = 2
+    strategy: str = ""
+    rejected: tuple[str, ...] = ()
+    predicted: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_micro_batch(self) -> int:
+        """Micro-batches per step."""
+        return self.schedule.num_micro_batch
+
+    def home(self, name: str) -> Home:
+        """The home of a parameter."""
+        return next(home for home in self.homes if home.name == name)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages a rank runs, in order."""
+        return tuple(s.index for s in self.stages if rank in s.virtual_device.ranks)
+
+    def split_of(self, taskgraph: int, path: str) -> SplitLayer:
+        """The split of that module."""
+        return next(s for s in self.taskgraphs[taskgraph].splits if s.path == path)
+
+    def piece(self, home: Home, rank: int) -> Piece | None:
+        """What `rank` holds of a parameter; None: nothing."""
+        if not any(rank in self.stages[s].virtual_device.ranks for s in home.stages):
+            return None
+        for taskgraph, path in home.splits:
+            device = self.taskgraphs[taskgraph].virtual_device
+            if rank in device.ranks:
+                split = self.split_of(taskgraph, path)
+                sharding = dict(split.params)[home.name]
+                low, high = split.units(*device.position(rank))
+                return Piece(dims=((sharding.dim, sharding.spans(low, high)),))
+        return WHOLE
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values (design: "Keys of a plan")."""
+        return {
+            "schema": SCHEMA,
+            "model_hash": self.model_hash,
+            "fits": None,
+            "step_seconds": None,
+            "samples_per_second": None,
+            "joules_per_step": None,
+            "lower_bound_seconds": None,
+            **dict(self.predicted),
+            "num_ranks": self.num_ranks,
+            "batch_rows": self.batch_rows,
+            "num_micro_batch": self.num_micro_batch,
+            "strategy": self.strategy,
+            "rejected": list(self.rejected),
+            "devices": [self._device_dict(rank) for rank in range(self.num_ranks)],
+            "taskgraphs": [
+                {
+                    "index": t.index,
+                    "name": t.name,
+                    "kind": t.kind,
+                    "stage": t.stage,
+                    "ranks": list(t.virtual_device.ranks),
+                    "split_share": t.split_share,
+                    "flops_share": t.flops_share,
+                    "layers": list(t.layers),
+                    "whole": list(t.whole),
+                    "replicas": t.virtual_device.to_dict(),
+                    "splits": [
+                        {
+                            "rule": s.rule,
+                            "path": s.path,
+                            "modules": list(s.modules),
+                            "unit": s.unit,
+                            "cuts": [list(row) for row in s.cuts],
+                            "params": {name: d.to_dict() for name, d in s.params},
+                        }
+                        for s in t.splits
+                    ],
+                }
+                for t in self.taskgraphs
+            ],
+            "stages": [
+                {
+                    "index": s.index,
+                    "taskgraphs": list(s.taskgraphs),
+                    "replicas": s.virtual_device.to_dict(),
+                }
+                for s in self.stages
+            ],
+            "homes": [
+                {
+                    "name": h.name,
+                    "shape": list(h.shape),
+                    "stages": list(h.stages),
+                    "splits": [list(item) for item in h.splits],
+                    "tier": h.tier,
+                    "dtype": h.dtype,
+                    "apply_group": h.apply_group,
+                }
+                for h in self.homes
+            ],
+            "groups": [{"name": g.name, "ranks": list(g.ranks)} for g in self.groups],
+            "schedule": self.schedule.to_dict(),
+            "bucket_bytes": self.bucket_bytes,
+            "num_communicators": self.num_communicators,
+        }
+
+    def _device_dict(self, rank: int) -> dict[str, Any]:
+        stages = self.stages_of(rank)
+        return {
+            "rank": rank,
+            "type": self.device_types[rank],
+            "share": self.flops_share(rank),
+            "peak_bytes": None,
+            "capacity_bytes": None,
+            "stage": stages[0] if len(stages) == 1 else list(stages),
+        }
+
+    def flops_share(self, rank: int) -> float:
+        """A rank's fraction of the step's FLOPs by weights and cuts; all ranks sum to 1."""
+        total = 0.0
+        for t in self.taskgraphs:
+            if rank not in t.virtual_device.ranks:
+                continue
+            replica, shard = t.virtual_device.position(rank)
+            weights = t.virtual_device.weights
+            part = weights[replica] / sum(weights)
+            width = len(t.virtual_device.replicas[replica].ranks)
+            if t.splits:
+                low, high = t.splits[0].units(replica, shard)
+                part *= (high - low) / t.splits[0].cuts_of(replica)[-1]
+            else:
+                part /= width
+            total += t.flops_share * part
+        return total
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_dict`; a plan of another schema is refused."""
+        if data.get("schema") != SCHEMA:
+            raise PlanError(
+                f"the plan has schema {data.get('schema')!r}, this Whale reads {SCHEMA}",
+                hint="make the plan again with this version",
+            )
+        known = ("fits", "step_seconds", "samples_per_second", "joules_per_step")
+        return cls(
+            model_hash=data["model_hash"],
+            num_ranks=data["num_ranks"],
+            device_types=tuple(d["type"] for d in data["devices"]),
+            batch_rows=data["batch_rows"],
+            stages=tuple(
+                StagePlan(
+                    index=s["index"],
+                    taskgraphs=tuple(s["taskgraphs"]),
+                    virtual_device=VirtualDevice.from_dict(s["replicas"]),
+                )
+                for s in data["stages"]
+            ),
+            taskgraphs=tuple(_taskgraph_from(t) for t in data["taskgraphs"]),
+            homes=tuple(
+                Home(
+                    name=h["name"],
+                    shape=tuple(h["shape"]),
+                    stages=tuple(h["stages"]),
+                    splits=tuple((t, path) for t, path in h["splits"]),
+                    tier=h["tier"],
+                    dtype=h["dtype"],
+                    apply_group=h["apply_group"],
+                )
+                for h in data["homes"]
+            ),
+            groups=tuple(Group(name=g["name"], ranks=tuple(g["ranks"])) for g in data["groups"]),
+            schedule=Schedule.from_dict(data["schedule"]),
+            bucket_bytes=data["bucket_bytes"],
+            num_communicators=data["num_communicators"],
+            strategy=data["strategy"],
+            rejected=tuple(data["rejected"]),
+            predicted={k: data[k] for k in known if data.get(k) is not None},
+        )
+
+
+def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:
+    return TaskGraphPlan(
+        index=data["index"],
+        name=data["name"],
+        kind=data["kind"],
+        stage=data["stage"],
+        layers=tuple(data["layers"]),
+        virtual_device=VirtualDevice.from_dict(data["replicas"]),
+        splits=tuple(
+            SplitLayer(
+                rule=s["rule"],
+                path=s["path"],
+                modules=tuple(s["modules"]),
+                unit=s["unit"],
+                cuts=tuple(tuple(row) for row in s["cuts"]),
+                params=tuple((name, DimSharding.from_dict(d)) for name, d in s["params"].items()),
+            )
+            for s in data["splits"]
+        ),
+        whole=tuple(data["whole"]),
+        split_share=data["split_share"],
+        flops_share=data["flops_share"],
+    )

@@ -1,0 +1,84 @@
+"""VirtualDevice: the ranks of one TaskGraph, as replicas (each takes rows) of shards (each takes a part).
+
+Place in the flow: made by the planner's placement, read by everything after it. Paper section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from whale.ir.sharding import Span, apportion, cuts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One copy of a TaskGraph: `ranks` are its shards in order, `weight` its share of every batch's rows."""
+
+    ranks: tuple[int, ...]
+    weight: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualDevice:
+    """The devices of a TaskGraph. Row shares follow the weights; a weight of 0 leaves a replica idle."""
+
+    replicas: tuple[Replica, ...]
+
+    @classmethod
+    def of(
+        cls, groups: Iterable[Iterable[int]], weights: Iterable[int] | None = None
+    ) -> VirtualDevice:
+        """`of([(0, 1), (2, 3)])` is two replicas of two shards each."""
+        groups = [tuple(group) for group in groups]
+        chosen = list(weights) if weights is not None else [1] * len(groups)
+        return cls(
+            replicas=tuple(
+                Replica(ranks=ranks, weight=weight)
+                for ranks, weight in zip(groups, chosen, strict=True)
+            )
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, replica by replica."""
+        return tuple(rank for replica in self.replicas for rank in replica.ranks)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Row weights by replica."""
+        return tuple(replica.weight for replica in self.replicas)
+
+    def position(self, rank: int) -> tuple[int, int]:
+        """(replica, shard) of a rank."""
+        for index, replica in enumerate(self.replicas):
+            if rank in replica.ranks:
+                return index, replica.ranks.index(rank)
+        raise KeyError(rank)
+
+    def row_cuts(self, rows: int) -> tuple[int, ...]:
+        """Where the replicas' rows begin and end in a micro-batch of `rows`."""
+        return cuts(apportion(rows, self.weights))
+
+    def rows(self, rank: int, rows: int) -> Span:
+        """The rows of a micro-batch that `rank` computes."""
+        replica, _ = self.position(rank)
+        points = self.row_cuts(rows)
+        return points[replica], points[replica + 1]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Plain JSON values."""
+        return [{"ranks": list(r.ranks), "weight": r.weight} for r in self.replicas]
+
+    @classmethod
+    def from_dict(cls, data: list[dict[str, Any]]) -> VirtualDevice:
+        """The inverse of `to_dict`."""
+        return cls(
+            replicas=tuple(Replica(ranks=tuple(r["ranks"]), weight=r["weight"]) for r in data)
+        )
+
+
+def micro_batch_cuts(rows: int, num_micro_batch: int) -> tuple[int, ...]:
+    """Where the micro-batches of a global batch of `rows` begin and end; sizes differ by at most one."""
+    return cuts(apportion(rows, (1,) * num_micro_batch))

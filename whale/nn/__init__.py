@@ -1,0 +1,1 @@
+"""What modules become when they are sharded, synchronised or made layout-independent."""

@@ -1,0 +1,106 @@
+"""Dropout keyed by seed, step, module and global sample: the same masks under every layout.
+
+Place in the flow: installed by `engine.lower` on every `nn.Dropout`. An element's fate is a hash of where it is in
+the whole tensor of the whole batch, so it does not matter which rank, micro-batch or shard computes it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from whale.runtime.context import StepContext
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A 32-bit integer hash (the "lowbias32" constants), on int64 because torch has no unsigned shifts."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def _mix_int(x: int) -> int:
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def key_of(seed: int, step: int, name: str, call: int) -> int:
+    """One number per (seed, step, module, call in this forward)."""
+    key = _mix_int(seed & _MASK)
+    for part in (step & _MASK, zlib.crc32(name.encode()), call):
+        key = _mix_int(key ^ part)
+    return key
+
+
+def keep_mask(
+    shape: Sequence[int],
+    p: float,
+    *,
+    key: int,
+    first_row: int,
+    rows: int,
+    batch_dim: int,
+    device: torch.device,
+    sharded: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    """Which elements stay. `sharded` is (dim, first index, whole size) when a dim is only a part here."""
+    sizes = list(shape)
+    whole = list(shape)
+    offsets = [0] * len(sizes)
+    if sharded is not None:
+        dim, first, size = sharded
+        whole[dim], offsets[dim] = size, first
+    factor = sizes[batch_dim] // rows if rows else 1
+    offsets[batch_dim] = first_row * factor
+    counter = torch.full((), key, dtype=torch.int64, device=device)
+    for dim in [batch_dim, *(d for d in range(len(sizes)) if d != batch_dim)]:
+        index = torch.arange(offsets[dim], offsets[dim] + sizes[dim], device=device)
+        index = index.view([-1 if d == dim else 1 for d in range(len(sizes))])
+        # The sample's own hash first, then a mixed coordinate at a time: broadcasting keeps all but
+        # the last round small.
+        counter = _mix((counter ^ (index & _MASK)) & _MASK)
+    return counter >= int(p * (_MASK + 1))
+
+
+class KeyedDropout:
+    """The forward of an `nn.Dropout` on this rank's copy."""
+
+    def __init__(
+        self, module: torch.nn.Module, name: str, context: StepContext, batch_dim: int = 0
+    ) -> None:
+        self.module, self.name, self.context, self.batch_dim = module, name, context, batch_dim
+        self.sharded: tuple[int, int] | None = None
+        self._position: tuple[int, int, int] = (-1, -1, -1)
+        self._calls = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        p = float(self.module.p)  # type: ignore[arg-type]
+        if not self.module.training or p == 0.0:
+            return x
+        context = self.context
+        position = (context.step, context.stage, context.micro_batch)
+        if position != self._position:
+            self._position, self._calls = position, 0
+        key = key_of(context.seed, context.step, self.name, self._calls)
+        self._calls += 1
+        if p == 1.0:
+            return x * 0
+        sharded = None
+        if self.sharded is not None:
+            sharded = (x.dim() - 1, *self.sharded)
+        mask = keep_mask(
+            x.shape,
+            p,
+            key=key,
+            first_row=context.first_row,
+            rows=context.rows,
+            batch_dim=self.batch_dim,
+            device=x.device,
+            sharded=sharded,
+        )
+        return x * mask * (1.0 / (1.0 - p))

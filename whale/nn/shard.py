@@ -1,0 +1,84 @@
+"""Shard: one rank's part of a split, and how values get in and out of it.
+
+Place in the flow: made by `engine.lower` from a SplitLayer, used by every sharded module.
+A split inside one replica sees the same rows on every member (`enter`/`leave`); a split that spans several
+data parallel replicas gathers their rows on the way in and cuts them on the way out (`enter_rows`/`leave_rows`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from whale.ir.sharding import DimSharding
+from whale.runtime import collectives
+from whale.runtime.context import RowLayout
+from whale.runtime.groups import Communicator, communicator
+
+
+@dataclass(slots=True, kw_only=True)
+class Shard:
+    """The units [low, high) of a split layer, on member `index` of `group`."""
+
+    group: str
+    index: int
+    cuts: tuple[int, ...]
+    params: dict[str, DimSharding]
+    rows: RowLayout | None = None
+
+    @property
+    def communicator(self) -> Communicator:
+        """The group's communicator."""
+        return communicator(self.group)
+
+    @property
+    def low(self) -> int:
+        """First own unit."""
+        return self.cuts[self.index]
+
+    @property
+    def high(self) -> int:
+        """End of the own units."""
+        return self.cuts[self.index + 1]
+
+    @property
+    def num_units(self) -> int:
+        """Own units."""
+        return self.high - self.low
+
+    def local(self, size: int) -> int:
+        """What `size` elements over all units become here."""
+        return size // self.cuts[-1] * self.num_units
+
+    def sizes(self, size: int) -> list[int]:
+        """`size` elements over all units, by member."""
+        unit = size // self.cuts[-1]
+        return [(b - a) * unit for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """A whole input, for a product with sharded weights."""
+        if self.rows is None:
+            return collectives.enter(x, self.group)
+        sizes = self.rows.scaled_own(x.shape[0], self.index)
+        return collectives.enter_rows(x, 0, sizes, self.group)
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of all members, of something without a gradient."""
+        if self.rows is None:
+            return x
+        sizes = self.rows.scaled_own(x.shape[0], self.index)
+        return self.communicator.all_gather(x, 0, sizes)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole output out of partial products."""
+        if self.rows is None:
+            return collectives.leave(x, self.group)
+        return collectives.leave_rows(x, 0, self.rows.scaled(x.shape[0]), self.group)
+
+    def join(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        """The whole output out of shards along `dim`, `size` elements in all."""
+        sizes = self.sizes(size)
+        if self.rows is None:
+            return collectives.gather(x, dim, sizes, self.group)
+        return collectives.exchange(x, 0, self.rows.scaled(x.shape[0]), dim, sizes, self.group)

@@ -1,0 +1,205 @@
+"""READ FIRST: the whole system in one function: capture -> plan -> check -> lower -> run.
+
+`wh.parallelize` is what a training script calls; `wh.plan` is its first half, on any machine. This is where the
+torch-free side (planner) and the torch side (engine) meet, through two values: a ModelGraph and a Plan.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whale.annotations import ambient_cluster, discover
+from whale.annotations import cluster as make_cluster
+from whale.config import Config
+from whale.engine.capture import Captured, capture
+from whale.engine.lower import lower
+from whale.engine.parts import check_parts
+from whale.engine.step import OptimizerFactory, Step
+from whale.errors import PlanError, WhaleError
+from whale.ir.cluster import Cluster
+from whale.ir.plan import Plan
+from whale.ir.schedule import Action, Schedule
+from whale.planner.make_plan import make_plan
+from whale.planner.schedules import rank_actions
+from whale.runtime import batch as batches
+from whale.runtime.outputs import Merge
+from whale.runtime.preflight import check_versions
+
+__all__ = ["Step", "init", "parallelize", "plan"]
+
+
+@dataclass(slots=True)
+class _Session:
+    """What `wh.init` set."""
+
+    config: Config | None = None
+
+
+_session = _Session()
+
+
+def init(config: Config | Mapping[str, Any] | None = None) -> None:
+    """Joins the process group when launched by torchrun or `whale launch`, else stays one process.
+
+    `config` becomes the Config of every `parallelize` that gets none of its own.
+    """
+    if config is not None:
+        _session.config = config if isinstance(config, Config) else Config.from_dict(config)
+    if "RANK" not in os.environ or dist.is_initialized():
+        return
+    timeout = timedelta(seconds=(_session.config or Config()).timeout_seconds)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_local_device())
+        backend = "nccl"
+    dist.init_process_group(backend, timeout=timeout)
+    store = dist.distributed_c10d._get_default_store()
+    check_versions(store, dist.get_rank(), dist.get_world_size())
+
+
+def _local_device() -> torch.device:
+    """The rank's own GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    optimizer: OptimizerFactory,
+    batch: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+    cluster: str | Cluster | None = None,
+    plan: Plan | None = None,
+    outputs: Mapping[str, Merge] | None = None,
+) -> Step:
+    """An annotated model, ready to train on the devices there are; every rank calls it alike.
+
+    Args:
+        model: Any nn.Module; it is not changed. On the meta device it is initialised by Whale.
+        optimizer: A factory called with `[(name, parameter), ...]`, for example `partial(torch.optim.AdamW, lr=1e-4)`.
+        batch: One global batch (dim 0 is the batch); its shapes are what matters.
+        loss: `loss(output, target)`, or None when the model returns its loss.
+        config: A Config or a mapping of dotted keys; default: the one given to `wh.init`.
+        cluster: The devices; default: the ranks of this job.
+        plan: A Plan made before; default: planned here.
+        outputs: Named outputs to merge, such as `{"accuracy": wh.mean}`.
+    """
+    settings = _config(config)
+    captured = capture(model, batch, loss)
+    if plan is None:
+        plan = _plan(captured, _cluster(cluster), settings, batches.num_rows(batch))
+    rank, num_ranks = _rank()
+    if plan.num_ranks != num_ranks:
+        raise PlanError(
+            f"the plan is for {plan.num_ranks} ranks, this job has {num_ranks}",
+            hint=f"start it with `whale launch -n {plan.num_ranks}`, or plan for {num_ranks} devices",
+        )
+    if settings.check_parts:
+        check_parts(model, batch, loss)
+    names = frozenset(outputs or ())
+    lowered = lower(
+        model,
+        plan,
+        captured,
+        loss,
+        rank=rank,
+        device=_local_device(),
+        seed=settings.seed,
+        timeout=timedelta(seconds=settings.timeout_seconds),
+        outputs=names,
+    )
+    group = _group_of(plan, rank)
+    return Step(
+        model,
+        plan,
+        lowered,
+        loss=loss,
+        optimizer=optimizer,
+        config=settings,
+        actions=rank_actions(plan.schedule, group) if group is not None else [],
+        forward_actions=forward_actions(plan.schedule, group) if group is not None else [],
+        outputs=outputs or {},
+        batch=batch,
+        rank=rank,
+    )
+
+
+def plan(
+    model: nn.Module,
+    *,
+    cluster: str | Cluster | None = None,
+    batch: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+) -> Plan:
+    """The Plan `parallelize` would run, for any cluster, on this machine, without touching a device."""
+    captured = capture(model, batch, loss)
+    return _plan(captured, _cluster(cluster), _config(config), batches.num_rows(batch))
+
+
+def _plan(captured: Captured, cluster: Cluster, config: Config, rows: int) -> Plan:
+    return make_plan(
+        captured.graph, cluster, config, batch_rows=rows, refusal=captured.refusal
+    )
+
+
+def _config(config: Config | Mapping[str, Any] | None) -> Config:
+    if config is None:
+        return _session.config or Config()
+    return config if isinstance(config, Config) else Config.from_dict(config)
+
+
+def _cluster(cluster: str | Cluster | None) -> Cluster:
+    if cluster is not None:
+        return make_cluster(cluster).cluster
+    ambient = ambient_cluster()
+    return ambient.cluster if ambient is not None else discover()
+
+
+def _rank() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise WhaleError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but this process has not joined the others",
+            hint="call wh.init() first",
+        )
+    return 0, 1
+
+
+def _group_of(plan: Plan, rank: int) -> int | None:
+    for index, stages in enumerate(plan.schedule.groups):
+        if rank in plan.stages[stages[0]].virtual_device.ranks:
+            return index
+    return None
+
+
+def forward_actions(schedule: Schedule, group: int) -> list[Action]:
+    """Forwards only, micro-batch by micro-batch: what evaluation runs."""
+    orders = tuple(
+        tuple(
+            str(Action(kind="F", stage=stage, micro_batch=m))
+            for m in range(schedule.num_micro_batch)
+            for stage in stages
+        )
+        for stages in schedule.groups
+    )
+    only = Schedule(
+        kind=schedule.kind,
+        num_micro_batch=schedule.num_micro_batch,
+        groups=schedule.groups,
+        edges=schedule.edges,
+        orders=orders,
+    )
+    return [a for a in rank_actions(only, group) if a.kind in ("F", "SF", "RF")]

@@ -1,0 +1,132 @@
+"""Splits and homes: which modules of a split TaskGraph are cut and where; where every parameter lives.
+
+Place in the flow: third pass of `make_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from whale.errors import AnnotationError
+from whale.ir.model_graph import ModelGraph, SplitOption, TaskGraph
+from whale.ir.plan import Home, SplitLayer
+from whale.ir.sharding import apportion, cuts
+from whale.ir.virtual_device import VirtualDevice
+
+
+def users_of(
+    graph: ModelGraph, stage_of_layer: Sequence[int], stage_of_node: Sequence[int | None]
+) -> dict[str, set[int]]:
+    """The stages that read each parameter, through a Layer or directly in glue."""
+    users: dict[str, set[int]] = {p.name: set() for p in graph.parameters}
+    for index, layer in enumerate(graph.layers):
+        for name in layer.params:
+            users[name].add(stage_of_layer[index])
+    for node, stage in zip(graph.nodes, stage_of_node, strict=True):
+        if stage is None:
+            continue
+        names = node.params if node.layer is None else graph.layers[node.layer].params
+        for name in names:
+            users[name].add(stage)
+    for stages in users.values():
+        if not stages:
+            stages.add(0)  # a parameter nothing reads still has a home
+    return users
+
+
+def choose_splits(
+    graph: ModelGraph,
+    taskgraph: TaskGraph,
+    device: VirtualDevice,
+    weights: Sequence[int],
+    stage_layers: Sequence[int],
+    glue_params: set[str],
+    bridged: bool,
+) -> tuple[SplitLayer, ...]:
+    """The splits of one TaskGraph, cut in proportion to the ranks' weights.
+
+    An option is left out when a shard would get no unit, or when a parameter it cuts is read whole
+    elsewhere in the same stage (one rank cannot hold both), or when the split spans several data parallel
+    replicas (`bridged`) and its input has no rows to gather.
+    """
+    width = max(len(replica.ranks) for replica in device.replicas)
+    if width == 1:
+        return ()
+    options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
+    options = [o for o in options if o.units >= width and (o.batch_dim == 0 or not bridged)]
+    changed = True
+    while changed:
+        kept = [o for o in options if not _read_whole(graph, o, options, stage_layers, glue_params)]
+        changed = len(kept) != len(options)
+        options = kept
+    if not options:
+        raise AnnotationError(
+            f"nothing in TaskGraph {taskgraph.name} can be split over {width} devices "
+            f"(Layers: {', '.join(graph.layers[i].kind for i in taskgraph.layers)})",
+            hint="use `replicate` for it, split a part with Linear, attention, embedding or convolution modules, or "
+            "register a rule (wh.register_rule)",
+            where=taskgraph.where,
+        )
+    return tuple(_cut(o, device, weights) for o in options)
+
+
+def _read_whole(
+    graph: ModelGraph,
+    option: SplitOption,
+    options: Sequence[SplitOption],
+    stage_layers: Sequence[int],
+    glue_params: set[str],
+) -> bool:
+    for name, sharding in option.params:
+        if name in glue_params:
+            return True
+        for index in stage_layers:
+            layer = graph.layers[index]
+            if name not in layer.params:
+                continue
+            same = [
+                o
+                for o in layer.splits
+                if any(n == name and s == sharding for n, s in o.params) and o in options
+            ]
+            if not same:
+                return True
+    return False
+
+
+def _cut(option: SplitOption, device: VirtualDevice, weights: Sequence[int]) -> SplitLayer:
+    rows = tuple(
+        cuts(apportion(option.units, [weights[r] for r in replica.ranks]))
+        for replica in device.replicas
+    )
+    return SplitLayer(
+        rule=option.rule,
+        path=option.path,
+        modules=option.modules,
+        unit=option.unit,
+        cuts=rows[:1] if len(set(rows)) == 1 else rows,
+        params=option.params,
+    )
+
+
+def make_homes(
+    graph: ModelGraph,
+    users: Mapping[str, set[int]],
+    splits: Mapping[int, tuple[SplitLayer, ...]],
+) -> tuple[Home, ...]:
+    """A home for every parameter, in the order gradients are least likely to be ready."""
+    cut_by: dict[str, list[tuple[int, str]]] = {}
+    for taskgraph, layers in splits.items():
+        for layer in layers:
+            for name, _ in layer.params:
+                cut_by.setdefault(name, []).append((taskgraph, layer.path))
+    return tuple(
+        Home(
+            name=p.name,
+            shape=p.shape,
+            stages=tuple(sorted(users[p.name])),
+            splits=tuple(cut_by.get(p.name, ())),
+            dtype=p.dtype,
+        )
+        for p in graph.parameters
+    )

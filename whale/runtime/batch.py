@@ -1,0 +1,131 @@
+"""The batch as Whale sees it: which tensors have rows, what goes to the model, what to the loss.
+
+Place in the flow: used by capture (shapes), by the executor (rows of a rank) and by the data loader.
+A batch is a tensor, a tuple (by position) or a mapping (by keyword); dim 0 is the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from whale.errors import WhaleError
+
+Loss = Callable[[Any, Any], Any]
+
+
+def _walk(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, Mapping):
+        return {key: _walk(item, fn) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_walk(item, fn) for item in value)
+    return value
+
+
+def leaves(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in order."""
+    found: list[torch.Tensor] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _walk(batch, add)
+    return found
+
+
+def rebuild(batch: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """`batch` with its tensors replaced, in order."""
+    rest = iter(tensors)
+    return _walk(batch, lambda _: next(rest))
+
+
+def num_rows(batch: Any) -> int:
+    """Rows of the global batch: the size of dim 0 of its first tensor that has one."""
+    sizes = [t.shape[0] for t in leaves(batch) if t.dim() > 0]
+    if not sizes:
+        raise WhaleError(
+            f"the batch ({type(batch).__name__}) holds no tensor with a batch dim",
+            hint="pass a tensor, a tuple of tensors or a mapping of tensors; dim 0 is the batch",
+        )
+    return sizes[0]
+
+
+def has_rows(tensor: torch.Tensor, rows: int) -> bool:
+    """Whether dim 0 of a batch tensor is the batch; others are passed whole to every rank."""
+    return tensor.dim() > 0 and tensor.shape[0] == rows
+
+
+def take_rows(batch: Any, low: int, high: int, device: torch.device | None = None) -> Any:
+    """Rows [low, high) of every tensor that has rows."""
+    rows = num_rows(batch)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        part = tensor[low:high] if has_rows(tensor, rows) else tensor
+        return part if device is None else part.to(device, non_blocking=True)
+
+    return _walk(batch, cut)
+
+
+def call_model(model: Callable[..., Any], loss: Loss | None, batch: Any) -> dict[str, Any]:
+    """Runs the model, and the loss if given, on a batch: {"loss": ..., other named outputs}."""
+    if loss is None:
+        out = _apply(model, batch)
+        return named_outputs(out)
+    inputs, target = split_target(batch)
+    out = _apply(model, inputs)
+    value = loss(out, target)
+    named = {} if isinstance(value, torch.Tensor) else named_outputs(value)
+    if isinstance(value, torch.Tensor):
+        named["loss"] = value
+    named.setdefault("output", out)
+    return named
+
+
+def split_target(batch: Any) -> tuple[Any, Any]:
+    """(inputs, target): with a loss, the last element or the key `labels` is the target."""
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise WhaleError(
+                f"the batch has keys {sorted(batch)}, none of them `labels`",
+                hint="with `loss=`, a mapping batch carries its target under `labels`",
+            )
+        return {key: item for key, item in batch.items() if key != "labels"}, batch["labels"]
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        return tuple(batch[:-1]), batch[-1]
+    raise WhaleError(
+        f"`loss=` was given, but the batch is {type(batch).__name__} without a target",
+        hint="pass (inputs, target), or a mapping with `labels`, or leave `loss` out",
+    )
+
+
+def _apply(model: Callable[..., Any], inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def named_outputs(out: Any) -> dict[str, Any]:
+    """A model's outputs by name; `loss` is found as Hugging Face models return it."""
+    if isinstance(out, torch.Tensor):
+        named: dict[str, Any] = {"loss": out}
+    elif isinstance(out, Mapping):
+        named = dict(out)
+    elif isinstance(out, (tuple, list)) and out:
+        named = {"loss": out[0], **{str(i): item for i, item in enumerate(out)}}
+    else:
+        named = {key: item for key, item in vars(out).items() if item is not None}
+    value = named.get("loss")
+    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        raise WhaleError(
+            f"the model returned no scalar loss (found {type(out).__name__}, loss shape {shape})",
+            hint="return the loss, or a mapping or tuple that has it first, or pass `loss=` to parallelize",
+        )
+    return named

@@ -1,0 +1,51 @@
+"""StepContext: which step, micro-batch and rows a rank is computing now.
+
+Place in the flow: written by the executor before every forward, read by modules whose result depends on
+it: bridges along rows, keyed dropout, batch norm. One per Step, handed to them at lowering.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from whale.ir.virtual_device import VirtualDevice
+
+
+@dataclass(slots=True)
+class StepContext:
+    """The position of a rank in the step. `first_row` counts from the start of the global batch."""
+
+    seed: int = 0
+    step: int = 0
+    stage: int = 0
+    micro_batch: int = 0
+    micro_rows: int = 0
+    first_row: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """The rows of each member of a split group that spans several replicas of its stage."""
+
+    context: StepContext
+    device: VirtualDevice
+    members: tuple[int, ...]
+
+    def sizes(self) -> list[int]:
+        """Rows of the current micro-batch by member, in group order."""
+        points = self.device.row_cuts(self.context.micro_rows)
+        positions = [self.device.position(rank)[0] for rank in self.members]
+        return [points[p + 1] - points[p] for p in positions]
+
+    def scaled(self, total: int) -> list[int]:
+        """The same for a dim of `total` elements over all rows (tokens of a sequence, say)."""
+        sizes = self.sizes()
+        factor = total // max(1, sum(sizes))
+        return [size * factor for size in sizes]
+
+    def scaled_own(self, own: int, index: int) -> list[int]:
+        """The same from this member's own size."""
+        sizes = self.sizes()
+        factor = own // sizes[index] if sizes[index] else 1
+        return [size * factor for size in sizes]

@@ -1,0 +1,336 @@
+"""The executor: runs one rank's actions, the very list the Schedule generates, checks and draws.
+
+Place in the flow: built by `engine.lower`, called by Step. It knows stages, values and messages, and nothing
+of planning. Compute waits only for what it needs; sends and receives are posted as the schedule says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from whale.ir.plan import Plan
+from whale.ir.schedule import Action
+from whale.ir.virtual_device import micro_batch_cuts
+from whale.runtime import batch as batches
+from whale.runtime import transfers
+from whale.runtime.context import StepContext
+from whale.runtime.grads import GradientBuckets
+from whale.runtime.outputs import Part
+from whale.runtime.transfers import Channels
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a stage's forward made: values for other stages, and the loss in the stage that has it."""
+
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    loss: torch.Tensor | None = None
+    count: torch.Tensor | None = None
+    named: dict[str, Any] = field(default_factory=dict)
+
+
+class StageModule(Protocol):
+    """A stage that can run: see `engine.stages`."""
+
+    incoming: Mapping[int, list[int]]
+    outgoing: Mapping[int, list[int]]
+    has_loss: bool
+
+    def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
+        """Runs the stage on this rank's rows."""
+        ...
+
+
+class Border(Protocol):
+    """Shape of a value that crosses stages."""
+
+    dtype: torch.dtype
+    batch_dim: int | None
+    factor: int
+    grad: bool
+
+    def at(self, rows: int) -> tuple[int, ...]:
+        """The shape for that many rows."""
+        ...
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One micro-batch between its forward and its backward on one stage."""
+
+    received: dict[int, torch.Tensor]
+    outcome: Outcome
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A posted receive: the works to wait for, and how to put the value together."""
+
+    works: list[Any]
+    parts: list[torch.Tensor]
+    join: Callable[[list[torch.Tensor]], torch.Tensor]
+
+    def value(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        return self.join(self.parts)
+
+
+@dataclass(slots=True)
+class Totals:
+    """A rank's contribution to the step's global numbers."""
+
+    loss: torch.Tensor
+    count: torch.Tensor
+    named: list[Part]
+
+
+class Executor:
+    """Runs steps of one rank."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        stages: Mapping[int, StageModule],
+        borders: Sequence[Border],
+        channels: Channels,
+        context: StepContext,
+        device: torch.device,
+        skips: frozenset[int],
+    ) -> None:
+        self.plan, self.rank, self.stages = plan, rank, stages
+        self.borders, self.channels, self.context = borders, channels, context
+        self.device = device
+        self.skips = skips
+        """Stages that may be left out where a replica has no rows: no collective in them waits for it."""
+        self.on_action: Callable[[Action], None] | None = None
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
+        self._local: dict[tuple[str, int, int, int, int], torch.Tensor] = {}
+        self._gradients: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def run(
+        self, batch: Any, actions: Sequence[Action], grads: GradientBuckets | None
+    ) -> Totals:
+        """Runs `actions` on a global batch; without `grads` only forwards are meant to be in them."""
+        total_rows = batches.num_rows(batch)
+        self._cuts = micro_batch_cuts(total_rows, self.plan.num_micro_batch)
+        self._batch, self._grads = batch, grads
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._totals = Totals(zero.clone(), zero.clone(), [])
+        last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
+        for index, action in enumerate(actions):
+            if self.on_action is not None:
+                self.on_action(action)
+            final = last.get(action.stage) == index
+            remaining = {s for s, i in last.items() if i > index}
+            if final and grads is not None:
+                grads.arm(action.stage, remaining)
+            getattr(self, f"_do_{action.kind}")(action)
+            if final and grads is not None:
+                grads.finish(action.stage, remaining)
+        self.channels.drain()
+        self._flights.clear()
+        self._arrivals.clear()
+        self._local.clear()
+        self._gradients.clear()
+        return self._totals
+
+    def _rows(self, stage: int, micro_batch: int) -> tuple[int, int, int]:
+        """(micro-batch rows, first own row, end) of a stage on this rank."""
+        low, high = self._cuts[micro_batch], self._cuts[micro_batch + 1]
+        start, end = self.plan.stages[stage].virtual_device.rows(self.rank, high - low)
+        return high - low, start, end
+
+    def _enter(self, stage: int, micro_batch: int) -> tuple[int, Any]:
+        size, start, end = self._rows(stage, micro_batch)
+        first = self._cuts[micro_batch] + start
+        context = self.context
+        context.stage, context.micro_batch, context.micro_rows = stage, micro_batch, size
+        context.first_row, context.rows = first, end - start
+        part = batches.take_rows(self._batch, first, first + end - start, self.device)
+        return end - start, part
+
+    # ---- compute --------------------------------------------------------------------------------
+
+    def _do_F(self, action: Action) -> None:  # noqa: N802
+        stage, micro_batch = action.stage, action.micro_batch
+        module = self.stages[stage]
+        rows, part = self._enter(stage, micro_batch)
+        received = {}
+        for source, values in module.incoming.items():
+            for value in values:
+                tensor = self._take("F", stage, micro_batch, source, value)
+                if self.borders[value].grad and torch.is_grad_enabled():
+                    tensor.requires_grad_()
+                received[value] = tensor
+        if rows == 0 and stage in self.skips:
+            self._forward_nothing(stage, micro_batch, received)
+            return
+        outcome = module.forward(part, received, rows)
+        if outcome.loss is not None and outcome.count is not None:
+            _, shard = self.plan.stages[stage].virtual_device.position(self.rank)
+            if shard == 0:
+                weight = outcome.count.double()
+                self._totals.loss += outcome.loss.detach().double() * weight
+                self._totals.count += weight
+                named = {name: _detached(value) for name, value in outcome.named.items()}
+                self._totals.named.append((self.context.first_row, rows, named))
+            outcome.named = {}
+        if torch.is_grad_enabled():
+            self._flights[stage, micro_batch] = _Flight(received, outcome)
+        self._hand_over(stage, micro_batch, outcome)
+
+    def _forward_nothing(
+        self, stage: int, micro_batch: int, received: dict[int, torch.Tensor]
+    ) -> None:
+        """A replica without rows in this micro-batch: no code runs, its values are empty."""
+        values = {
+            value: torch.empty(
+                self.borders[value].at(0), dtype=self.borders[value].dtype, device=self.device
+            )
+            for values in self.stages[stage].outgoing.values()
+            for value in values
+        }
+        outcome = Outcome(values=values)
+        if torch.is_grad_enabled():
+            self._flights[stage, micro_batch] = _Flight(received, outcome)
+        self._hand_over(stage, micro_batch, outcome)
+
+    def _hand_over(self, stage: int, micro_batch: int, outcome: Outcome) -> None:
+        """Values for a stage of the same device group stay here; the rest is kept for the sends."""
+        for target, values in self.stages[stage].outgoing.items():
+            for value in values:
+                self._local["F", target, micro_batch, stage, value] = outcome.values[value].detach()
+
+    def _do_B(self, action: Action) -> None:  # noqa: N802
+        stage, micro_batch = action.stage, action.micro_batch
+        flight = self._flights.pop((stage, micro_batch))
+        module = self.stages[stage]
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor] = []
+        loss, count = flight.outcome.loss, flight.outcome.count
+        if loss is not None and count is not None and loss.requires_grad:
+            roots.append(loss)
+            seeds.append(count.to(loss.dtype).reshape(loss.shape))
+        totals: dict[int, torch.Tensor] = {}
+        for target, values in module.outgoing.items():
+            for value in values:
+                if self.borders[value].grad:
+                    grad = self._take("B", stage, micro_batch, target, value)
+                    totals[value] = totals[value] + grad if value in totals else grad
+        for value, grad in totals.items():
+            tensor = flight.outcome.values[value]
+            if tensor.requires_grad:
+                roots.append(tensor)
+                seeds.append(grad)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        for source, values in module.incoming.items():
+            for value in values:
+                if not self.borders[value].grad:
+                    continue
+                tensor = flight.received[value]
+                grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                self._local["B", source, micro_batch, stage, value] = grad
+
+    _do_I = _do_B  # noqa: N815 - deferred weight gradients stay queued until W
+
+    def _do_W(self, action: Action) -> None:  # noqa: N802
+        raise NotImplementedError
+
+    # ---- messages -------------------------------------------------------------------------------
+
+    def _edge(self, producer: int, consumer: int) -> list[int]:
+        if producer in self.stages:
+            return self.stages[producer].outgoing.get(consumer, [])
+        return self.stages[consumer].incoming.get(producer, [])
+
+    def _do_SF(self, action: Action) -> None:  # noqa: N802
+        assert action.peer is not None
+        self._send("F", action.stage, action.peer, action.micro_batch)
+
+    def _do_SB(self, action: Action) -> None:  # noqa: N802
+        assert action.peer is not None
+        self._send("B", action.peer, action.stage, action.micro_batch)
+
+    def _do_RF(self, action: Action) -> None:  # noqa: N802
+        assert action.peer is not None
+        self._post("F", action.peer, action.stage, action.micro_batch)
+
+    def _do_RB(self, action: Action) -> None:  # noqa: N802
+        assert action.peer is not None
+        self._post("B", action.stage, action.peer, action.micro_batch)
+
+    def _send(self, kind: str, producer: int, consumer: int, micro_batch: int) -> None:
+        """Sends the values (F) or gradients (B) of one edge, value by value, peer by peer."""
+        source = self.plan.stages[producer].virtual_device
+        target = self.plan.stages[consumer].virtual_device
+        own, other = (producer, consumer) if kind == "F" else (consumer, producer)
+        pieces = transfers.outgoing if kind == "F" else transfers.gradient_outgoing
+        rows, start, _ = self._rows(own, micro_batch)
+        for value in self._edge(producer, consumer):
+            border = self.borders[value]
+            if kind == "B" and not border.grad:
+                continue
+            tensor = self._local.pop((kind, other, micro_batch, own, value))
+            for piece in pieces(source, target, self.rank, rows, border.batch_dim is not None):
+                part = tensor
+                if piece.rows is not None and border.batch_dim is not None:
+                    low, high = piece.rows
+                    size = (high - low) * border.factor
+                    part = tensor.narrow(border.batch_dim, (low - start) * border.factor, size)
+                self.channels.send(part, piece.peer)
+
+    def _post(self, kind: str, producer: int, consumer: int, micro_batch: int) -> None:
+        """Posts the receives of one edge."""
+        source = self.plan.stages[producer].virtual_device
+        target = self.plan.stages[consumer].virtual_device
+        own, other = (consumer, producer) if kind == "F" else (producer, consumer)
+        pieces = transfers.incoming if kind == "F" else transfers.gradient_incoming
+        rows, start, end = self._rows(own, micro_batch)
+        for value in self._edge(producer, consumer):
+            border = self.borders[value]
+            if kind == "B" and not border.grad:
+                continue
+            works, parts = [], []
+            batched = border.batch_dim is not None
+            for piece in pieces(source, target, self.rank, rows, batched):
+                count = piece.rows[1] - piece.rows[0] if piece.rows is not None else 0
+                buffer = torch.empty(border.at(count), dtype=border.dtype, device=self.device)
+                works.append(self.channels.receive(buffer, piece.peer))
+                parts.append(buffer)
+            key = (kind, own, micro_batch, other, value)
+            self._arrivals[key] = _Arrival(works, parts, self._join(kind, border, end - start))
+
+    def _join(
+        self, kind: str, border: Border, rows: int
+    ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+        def join(parts: list[torch.Tensor]) -> torch.Tensor:
+            if not parts:
+                return torch.zeros(border.at(rows), dtype=border.dtype, device=self.device)
+            if border.batch_dim is None:
+                return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            return parts[0] if len(parts) == 1 else torch.cat(parts, border.batch_dim)
+
+        return join
+
+    def _take(
+        self, kind: str, stage: int, micro_batch: int, other: int, value: int
+    ) -> torch.Tensor:
+        key = (kind, stage, micro_batch, other, value)
+        arrival = self._arrivals.pop(key, None)
+        if arrival is not None:
+            return arrival.value()
+        return self._local.pop(key)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

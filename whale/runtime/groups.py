@@ -1,0 +1,166 @@
+"""Communicators: the plan's process groups, opened in the plan's order, found by name, closed with the Step.
+
+Place in the flow: opened by `engine.lower`; every collective names its group by a string, so that modules
+stay copyable and custom ops traceable. The table below is the only state here and belongs to open Steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from whale.ir.plan import Plan
+
+_open: dict[str, Communicator] = {}
+_serial = itertools.count()
+
+Record = Callable[[str, tuple[int, ...]], None]
+
+
+class Communicator:
+    """One process group as a rank sees it: SUM collectives over plain `dist.*`, uneven sizes welcome."""
+
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.index = ranks.index(rank)
+        self.group = group
+        self.native = group is not None and dist.get_backend(group) == "nccl"
+        self.record: Record | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.ranks)
+
+    def _note(self, kind: str) -> None:
+        if self.record is not None:
+            self.record(kind, self.ranks)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor: the SUM over the group."""
+        self._note("all_reduce")
+        out = tensor.contiguous().clone()
+        if self.size > 1:
+            dist.all_reduce(out, group=self.group)
+        return out
+
+    def all_reduce_(self, tensor: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
+        """SUM in place."""
+        if self.size == 1:
+            return None
+        return dist.all_reduce(tensor, group=self.group, async_op=async_op)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+        """Pieces of `sizes` along `dim`, concatenated in group order."""
+        self._note("all_gather")
+        if self.size == 1:
+            return tensor.clone()
+        local = tensor.movedim(dim, 0).contiguous()
+        out = local.new_empty((sum(sizes), *local.shape[1:]))
+        if self.native and len(set(sizes)) == 1:
+            dist.all_gather_into_tensor(out, local, group=self.group)
+        else:
+            # Gloo gathers only equal pieces; an all-to-all of copies takes any sizes without padding.
+            copies = local.unsqueeze(0).expand(self.size, *local.shape).contiguous()
+            dist.all_to_all_single(
+                out, copies.flatten(0, 1), list(sizes), [local.shape[0]] * self.size, group=self.group
+            )
+        return out.movedim(0, dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+        """The SUM over the group, of which this rank keeps its piece along `dim`."""
+        self._note("reduce_scatter")
+        if self.size == 1:
+            return tensor.clone()
+        local = tensor.movedim(dim, 0).contiguous()
+        mine = sizes[self.index]
+        if self.native and len(set(sizes)) == 1:
+            out = local.new_empty((mine, *local.shape[1:]))
+            dist.reduce_scatter_tensor(out, local, group=self.group)
+        else:
+            parts = local.new_empty((self.size * mine, *local.shape[1:]))
+            dist.all_to_all_single(parts, local, [mine] * self.size, list(sizes), group=self.group)
+            out = parts.view(self.size, mine, *local.shape[1:]).sum(0)
+        return out.movedim(0, dim)
+
+    def all_to_all(self, tensor: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Exchanges rows of dim 0: `send[i]` rows to member i, `receive[i]` rows from it."""
+        self._note("all_to_all")
+        if self.size == 1:
+            return tensor.clone()
+        local = tensor.contiguous()
+        out = local.new_empty((sum(receive), *local.shape[1:]))
+        dist.all_to_all_single(out, local, list(receive), list(send), group=self.group)
+        return out
+
+
+class Groups:
+    """All communicators of one Step on one rank."""
+
+    def __init__(self, plan: Plan, rank: int, timeout: timedelta) -> None:
+        self.prefix = f"step{next(_serial)}"
+        self.rank = rank
+        self.by_ranks: dict[tuple[int, ...], str] = {}
+        self.channels: dict[tuple[int, int], dist.ProcessGroup | None] = {}
+        self._created: list[dist.ProcessGroup] = []
+        distributed = dist.is_initialized() and plan.num_ranks > 1
+        native = distributed and dist.get_backend() == "nccl"
+        for group in plan.groups:
+            channel = group.name.startswith("p2p:")
+            made = None
+            if distributed and (not channel or native):
+                made = dist.new_group(list(group.ranks), timeout=timeout)
+            if rank not in group.ranks:
+                continue
+            if made is not None:
+                self._created.append(made)
+            if channel:
+                source, _, target = group.name.removeprefix("p2p:").partition(">")
+                self.channels[int(source), int(target)] = made
+            else:
+                name = f"{self.prefix}/{group.name}"
+                _open[name] = Communicator(name, group.ranks, rank, made)
+                self.by_ranks.setdefault(group.ranks, name)
+        self.by_ranks.setdefault((rank,), f"{self.prefix}/self")
+        _open[f"{self.prefix}/self"] = Communicator(f"{self.prefix}/self", (rank,), rank, None)
+
+    def name_of(self, ranks: tuple[int, ...]) -> str:
+        """The group of exactly these ranks."""
+        return (
+            self.by_ranks[tuple(sorted(ranks))]
+            if ranks not in self.by_ranks
+            else self.by_ranks[ranks]
+        )
+
+    def of(self, ranks: tuple[int, ...]) -> Communicator:
+        """The communicator of exactly these ranks."""
+        return _open[self.name_of(ranks)]
+
+    def pool(self, ranks: tuple[int, ...]) -> list[Communicator]:
+        """All communicators of exactly these ranks."""
+        return [c for c in self.all() if c.ranks == ranks]
+
+    def all(self) -> list[Communicator]:
+        """Every communicator of this Step."""
+        return [c for name, c in _open.items() if name.startswith(f"{self.prefix}/")]
+
+    def close(self) -> None:
+        """Destroys the groups; collectives by these names are errors afterwards."""
+        for name in [n for n in _open if n.startswith(f"{self.prefix}/")]:
+            del _open[name]
+        if dist.is_initialized():
+            for group in self._created:
+                dist.destroy_process_group(group)
+        self._created.clear()
+
+
+def communicator(name: str) -> Communicator:
+    """The open communicator of that name."""
+    return _open[name]

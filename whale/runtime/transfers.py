@@ -1,0 +1,134 @@
+"""Bridges between stages: whose rows go to whom, and the messages that carry them.
+
+Place in the flow: run by the executor's send and receive actions. Rows of a micro-batch are intervals on both
+sides, so a transfer is an intersection of intervals: any number of replicas, any shares, any widths.
+Inside a split group every member holds the whole value: consumer shard j hears from producer shard
+j mod width, and the other way round for gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from whale.ir.sharding import Span, intersect
+from whale.ir.virtual_device import VirtualDevice
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [low, high) of a micro-batch between this rank and `peer`; None: a value without rows."""
+
+    peer: int
+    rows: Span | None
+
+
+def _spans(device: VirtualDevice, rows: int) -> list[Span]:
+    points = device.row_cuts(rows)
+    return list(zip(points, points[1:], strict=False))
+
+
+def incoming(
+    source: VirtualDevice, target: VirtualDevice, rank: int, rows: int, batched: bool
+) -> list[Piece]:
+    """What `rank` of `target` receives from `source`, in row order.
+
+    A value without a batch dim comes from one replica: number c hears from c mod replicas.
+    """
+    replica, shard = target.position(rank)
+    if not batched:
+        sender = source.replicas[replica % len(source.replicas)].ranks
+        return [Piece(sender[shard % len(sender)], None)]
+    mine = _spans(target, rows)[replica]
+    found = []
+    for other, span in zip(source.replicas, _spans(source, rows), strict=True):
+        part = intersect(mine, span)
+        if part is not None:
+            found.append(Piece(other.ranks[shard % len(other.ranks)], part))
+    return found
+
+
+def outgoing(
+    source: VirtualDevice, target: VirtualDevice, rank: int, rows: int, batched: bool
+) -> list[Piece]:
+    """What `rank` of `source` sends to `target`: the mirror of `incoming`."""
+    found = []
+    for replica in target.replicas:
+        for peer in replica.ranks:
+            found += [
+                Piece(peer, piece.rows)
+                for piece in incoming(source, target, peer, rows, batched)
+                if piece.peer == rank
+            ]
+    return found
+
+
+def gradient_incoming(
+    source: VirtualDevice, target: VirtualDevice, rank: int, rows: int, batched: bool
+) -> list[Piece]:
+    """The gradients `rank` of `source` gets back for what its replica sent to `target`."""
+    replica, shard = source.position(rank)
+    if batched:
+        return incoming(target, source, rank, rows, True)
+    return [
+        Piece(other.ranks[shard % len(other.ranks)], None)
+        for index, other in enumerate(target.replicas)
+        if index % len(source.replicas) == replica
+    ]
+
+
+def gradient_outgoing(
+    source: VirtualDevice, target: VirtualDevice, rank: int, rows: int, batched: bool
+) -> list[Piece]:
+    """The gradients `rank` of `target` sends back to `source`: the mirror of `gradient_incoming`."""
+    found = []
+    for replica in source.replicas:
+        for peer in replica.ranks:
+            found += [
+                Piece(peer, piece.rows)
+                for piece in gradient_incoming(source, target, peer, rows, batched)
+                if piece.peer == rank
+            ]
+    return found
+
+
+class Channels:
+    """Ordered point-to-point messages. With NCCL every ordered pair of ranks has a communicator of its own
+    (it knows no tags); with Gloo a tag per message does the same on one group."""
+
+    def __init__(
+        self, rank: int, groups: dict[tuple[int, int], dist.ProcessGroup | None]
+    ) -> None:
+        self.rank = rank
+        self.groups = groups
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self.pending: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        """Posts a send; the tensor is kept until it is done."""
+        number = self.sent[peer] = self.sent.get(peer, 0) + 1
+        group = self.groups.get((self.rank, peer))
+        data = tensor.contiguous()
+        work = dist.isend(data, peer, group=group, tag=0 if group is not None else number)
+        assert work is not None
+        self.pending.append((work, data))
+        self.pending = [item for item in self.pending if not item[0].is_completed()]
+
+    def receive(self, buffer: torch.Tensor, peer: int) -> dist.Work:
+        """Posts a receive into a contiguous buffer."""
+        number = self.received[peer] = self.received.get(peer, 0) + 1
+        group = self.groups.get((peer, self.rank))
+        work = dist.irecv(buffer, peer, group=group, tag=0 if group is not None else number)
+        assert work is not None
+        return work
+
+    def drain(self) -> None:
+        """Waits for all sends of the step."""
+        for work, _ in self.pending:
+            work.wait()
+        self.pending.clear()
+        self.sent.clear()
+        self.received.clear()
