@@ -41,23 +41,29 @@ class _Session:
     """What `wh.init` set."""
 
     config: Config | None = None
+    device: str | None = None
 
 
 _session = _Session()
 
 
-def init(config: Config | Mapping[str, Any] | None = None) -> None:
+def init(
+    config: Config | Mapping[str, Any] | None = None, *, device: str | None = None
+) -> None:
     """Joins the process group when launched by torchrun or `whale launch`, else stays one process.
 
-    `config` becomes the Config of every `parallelize` that gets none of its own.
+    `config` becomes the Config of every `parallelize` that gets none of its own. `device` is `"cpu"` or `"cuda"`;
+    default: CUDA where there is any.
     """
+    if device is not None:
+        _session.device = device
     if config is not None:
         _session.config = config if isinstance(config, Config) else Config.from_dict(config)
     if "RANK" not in os.environ or dist.is_initialized():
         return
     timeout = timedelta(seconds=(_session.config or Config()).timeout_seconds)
     backend = "gloo"
-    if torch.cuda.is_available():
+    if _local_device().type == "cuda":
         torch.cuda.set_device(_local_device())
         backend = "nccl"
     dist.init_process_group(backend, timeout=timeout)
@@ -67,7 +73,7 @@ def init(config: Config | Mapping[str, Any] | None = None) -> None:
 
 def _local_device() -> torch.device:
     """The rank's own GPU, or the CPU."""
-    if not torch.cuda.is_available():
+    if _session.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 

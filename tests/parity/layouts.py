@@ -105,6 +105,7 @@ def pipeline(kind: str, micro: int, **more: Any) -> dict[str, Any]:
     return {"pipeline.schedule": kind, "pipeline.num_micro_batch": micro, **more}
 
 
+M2 = {"pipeline.num_micro_batch": 2}
 M3 = {"pipeline.num_micro_batch": 3}
 
 LAYOUTS: dict[str, Layout] = {
@@ -163,10 +164,10 @@ LAYOUTS: dict[str, Layout] = {
             nested=True,
         ),
         Layout("head", 2, head(wh.split), nested=True),
-        Layout("head-uneven", 3, head(wh.split), M3, (2.0, 1.0, 2.0), nested=True),
-        Layout("head-part", 4, head(lambda: wh.split(2)), M3, nested=True),
+        Layout("head-uneven", 3, head(wh.split), M2, (2.0, 1.0, 2.0), nested=True),
+        Layout("head-part", 4, head(lambda: wh.split(2)), nested=True),
         Layout("colocated", 2, mixed_blocks, M3, nested=True),
-        Layout("colocated-uneven", 3, mixed_blocks, M3, (1.0, 2.0, 1.0), nested=True),
+        Layout("colocated-uneven", 3, mixed_blocks, M2, (1.0, 2.0, 1.0), nested=True),
         Layout(
             "widths", 3, staged(_replicate(1), _replicate(2)), pipeline("1f1b", 3), nested=True
         ),

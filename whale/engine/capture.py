@@ -8,6 +8,7 @@ value, the FLOPs per row, and the constants of the glue that grow with the batch
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +19,17 @@ from torch import nn
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.program import Program, merge, tensors_in, tree_map
 from whale.engine.rules import split_options
-from whale.engine.trace import GlueTracer, add_constants
+from whale.engine.trace import GlueTracer, RandomCall, add_constants
 from whale.errors import CaptureError, WhaleError
-from whale.ir.model_graph import Layer, ModelGraph, Node, Parameter, SplitOption, TaskGraph
+from whale.ir.model_graph import (
+    BatchDims,
+    Layer,
+    ModelGraph,
+    Node,
+    Parameter,
+    SplitOption,
+    TaskGraph,
+)
 from whale.ir.strategy import Tag
 from whale.runtime import batch as batches
 from whale.runtime.compat import fake_mode, flop_counter
@@ -36,6 +45,10 @@ class Captured:
     program: Program | None
     refusal: CaptureError | None
     result: dict[str, Any]
+    dropouts: dict[str, int | None]
+    """Batch dim of what each dropout module sees."""
+    random: dict[tuple[str, int], int | None]
+    """Batch dim of every functional dropout, by Layer and number in it."""
 
 
 @dataclass(slots=True)
@@ -43,9 +56,10 @@ class _Run:
     order: list[str]
     flops: dict[str, int]
     options: dict[str, tuple[SplitOption, ...]]
-    inputs: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]
+    dropouts: dict[str, tuple[int, ...]]
+    calls: list[RandomCall]
     program: Program | None
-    refusal: CaptureError | None
     result: dict[str, Any]
 
 
@@ -112,10 +126,13 @@ def _run(
     with fake_mode():
         fake, names, values = _fake_copy(model)
         inputs = _fake_batch(batch, rows)
-        run = _Run([], {}, {}, {}, None, None, {})
+        run = _Run([], {}, {}, {}, {}, [], None, {})
         tracer = GlueTracer(batches.leaves(inputs), names)
         add_constants(tracer, values)
+        run.calls = tracer.calls
+        _watch_dropouts(fake, run)
         counter = flop_counter()
+        tracer.training = fake.training
         for path, layer in find_layers(fake).items():
             if path in split_layers:
                 _watch_inputs(path, layer, run)
@@ -171,16 +188,27 @@ def _watched(
     return watched
 
 
+def _watch_dropouts(fake: nn.Module, run: _Run) -> None:
+    """Dropout modules are keyed by their own path; here they only show their shapes."""
+    for path, module in fake.named_modules():
+        if type(module) is nn.Dropout:
+
+            def look(x: torch.Tensor, path: str = path) -> torch.Tensor:
+                run.dropouts.setdefault(path, tuple(x.shape))
+                return x.view_as(x)
+
+            module.forward = look  # type: ignore[method-assign]
+
+
 def _watch_inputs(path: str, layer: nn.Module, run: _Run) -> None:
-    """Keeps the shape of the first tensor every module of a Layer reads."""
+    """Keeps the shapes of what every module of a Layer reads and makes."""
     for name, module in layer.named_modules(prefix=path):
 
-        def look(_: Any, args: Any, kwargs: Any, name: str = name) -> None:
-            tensors = tensors_in((args, kwargs))
-            if tensors:
-                run.inputs.setdefault(name, tuple(tensors[0].shape))
+        def look(_: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
+            read = [tuple(t.shape) for t in tensors_in((args, kwargs))]
+            run.shapes.setdefault(name, (read, [tuple(t.shape) for t in tensors_in(out)]))
 
-        module.register_forward_pre_hook(look, with_kwargs=True)
+        module.register_forward_hook(look, with_kwargs=True)
 
 
 class _Paused:
@@ -211,7 +239,36 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
     except WhaleError:
         raise
     graph = _graph(model, layers, tags, first, second, program)
-    return Captured(graph=graph, program=program, refusal=refusal, result=first.result)
+    return Captured(
+        graph=graph,
+        program=program,
+        refusal=refusal,
+        result=first.result,
+        dropouts={
+            path: _changed(shape, second.dropouts.get(path, shape))
+            for path, shape in first.dropouts.items()
+        },
+        random=_random_calls(first.calls, second.calls),
+    )
+
+
+def _random_calls(
+    first: list[RandomCall], second: list[RandomCall]
+) -> dict[tuple[str, int], int | None]:
+    """Batch dims of the functional dropouts; what cannot be keyed is said once."""
+    numbers: dict[str, int] = {}
+    found: dict[tuple[str, int], int | None] = {}
+    for a, b in zip(first, second, strict=False):
+        if a.shape is None or b.shape is None:
+            warnings.warn(
+                f"{a.layer or 'the glue'} calls {a.name}: its random numbers will depend on the layout",
+                stacklevel=2,
+            )
+            continue
+        number = numbers.get(a.layer, 0)
+        numbers[a.layer] = number + 1
+        found[a.layer, number] = _changed(a.shape, b.shape)
+    return found
 
 
 def _graph(
@@ -237,7 +294,7 @@ def _graph(
                 flops=first.flops.get(path, 0) - slope * ROWS[0],
                 flops_per_row=slope,
                 splits=tuple(
-                    replace(option, batch_dim=_batch_dim(option, first, second))
+                    replace(option, dims=_batch_dims(option, first, second))
                     for option in first.options.get(path, ())
                 ),
             )
@@ -254,11 +311,20 @@ def _graph(
     )
 
 
-def _batch_dim(option: SplitOption, first: _Run, second: _Run) -> int | None:
-    a = first.inputs.get(option.modules[0], ())
-    b = second.inputs.get(option.modules[0], ())
-    changed = [dim for dim, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
-    return changed[0] if len(changed) == 1 else None
+def _batch_dims(option: SplitOption, first: _Run, second: _Run) -> BatchDims:
+    """Where the batch is in what the option's module (for attention: the module around it) reads and makes."""
+    path = option.path if option.rule in ("attention", "multihead") else option.modules[0]
+    a, b = (run.shapes.get(path, ([], [])) for run in (first, second))
+
+    def dims(side: int) -> tuple[int | None, ...]:
+        return tuple(_changed(x, y) for x, y in zip(a[side], b[side], strict=False))
+
+    return dims(0), dims(1)
+
+
+def _changed(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
+    found = [dim for dim, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    return found[0] if found else None
 
 
 def _taskgraphs(order: list[str], tags: dict[str, Tag]) -> list[tuple[Tag, list[str]]]:

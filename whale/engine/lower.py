@@ -14,6 +14,7 @@ from torch import nn
 
 from whale.engine.capture import Captured
 from whale.engine.program import ValueSpec
+from whale.engine.random import install_randomness, with_heads
 from whale.engine.rules import install
 from whale.engine.stages import CutStage, WholeStage, cut
 from whale.engine.weights import local_copy
@@ -23,8 +24,10 @@ from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan
 from whale.ir.sharding import Piece
 from whale.nn.batch_norm import SyncedBatchNorm
-from whale.nn.dropout import KeyedDropout
+from whale.nn.deferred import WeightQueue
+from whale.nn.randomness import CallNames, KeyedRandom
 from whale.nn.shard import Shard
+from whale.nn.sharded import RowsAround, can_defer, defer_weights
 from whale.runtime import batch as batches
 from whale.runtime.context import RowLayout, StepContext
 from whale.runtime.executor import Executor, StageModule
@@ -69,10 +72,12 @@ def lower(
     groups = Groups(plan, rank, timeout)
     local, params, pieces = local_copy(model, plan, rank, device, seed)
     modules = dict(local.named_modules(remove_duplicate=False))
-    sharded = _install_splits(plan, rank, modules, groups, context)
+    names = CallNames(context)
+    shards = _install_splits(plan, rank, modules, groups, context, names)
     _install_norms(plan, rank, local, groups)
-    _install_dropouts(local, context, sharded)
-    stages = make_stages(plan, rank, local, captured, loss, outputs)
+    random = install_randomness(local, captured, context, names, shards)
+    queue = _install_deferral(plan, local)
+    stages = make_stages(plan, rank, local, captured, loss, outputs, random)
     trainable = frozenset(n for n, p in params.items() if p.requires_grad)
     mine = set(plan.stages_of(rank))
     grads = GradientBuckets(
@@ -93,6 +98,7 @@ def lower(
         context,
         device,
         _skippable(plan, local, set(stages)),
+        queue,
     )
     return Lowered(
         model=local,
@@ -113,10 +119,11 @@ def make_stages(
     captured: Captured,
     loss: batches.Loss | None,
     outputs: frozenset[str],
+    random: KeyedRandom | None = None,
 ) -> dict[int, StageModule]:
     """The stages this rank runs."""
     if len(plan.stages) == 1:
-        return {0: WholeStage(local, loss, outputs)} if plan.stages_of(rank) else {}
+        return {0: WholeStage(local, loss, outputs, random)} if plan.stages_of(rank) else {}
     assert captured.program is not None
     stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
     stage_of_layer = [stage_of_path[layer.path] for layer in captured.graph.layers]
@@ -127,13 +134,18 @@ def make_stages(
             hint="make the plan again for this model and batch",
         )
     parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
-    return {s: CutStage(parts[s], local, outputs) for s in plan.stages_of(rank)}
+    return {s: CutStage(parts[s], local, outputs, random) for s in plan.stages_of(rank)}
 
 
 def _install_splits(
-    plan: Plan, rank: int, modules: dict[str, nn.Module], groups: Groups, context: StepContext
+    plan: Plan,
+    rank: int,
+    modules: dict[str, nn.Module],
+    groups: Groups,
+    context: StepContext,
+    names: CallNames,
 ) -> dict[str, Shard]:
-    """Puts the sharded forwards in place; gives the Shard of every module inside a pair or attention."""
+    """Puts the sharded forwards in place; gives the Shard of every dropout or attention inside one."""
     inside: dict[str, Shard] = {}
     for taskgraph in plan.taskgraphs:
         device = taskgraph.virtual_device
@@ -142,18 +154,36 @@ def _install_splits(
         replica, index = device.position(rank)
         members = device.replicas[replica].ranks
         base = plan.stages[taskgraph.stage].virtual_device
-        rows = None if base == device else RowLayout(context, base, members)
+        rows = None if base == device else RowLayout(context, base, members, rank)
         for split in taskgraph.splits:
+            # Attention reads the batch size in its own code, so its rows are gathered around it.
+            around = split.around and rows is not None
             shard = Shard(
                 group=groups.name_of(members),
                 index=index,
                 cuts=split.cuts_of(replica),
                 params=dict(split.params),
-                rows=rows,
+                rows=None if around else rows,
             )
             install(split.rule, split.path, split.modules, shard, modules)
-            inside.update(dict.fromkeys(split.modules, shard))
+            if around and rows is not None:
+                outer = modules[split.path]
+                outer.forward = RowsAround(outer.forward, shard.group, index, rows, split.dims)  # type: ignore[method-assign]
+            inside.update(dict.fromkeys(split.inside, shard))
+            if split.around:
+                inside[split.path] = shard
+                with_heads(modules[split.path], shard, names)
     return inside
+
+
+def _install_deferral(plan: Plan, local: nn.Module) -> WeightQueue | None:
+    if plan.schedule.kind != "zero-bubble":
+        return None
+    queue = WeightQueue()
+    for module in local.modules():
+        if can_defer(module) and not any(p.is_meta for p in module.parameters(recurse=False)):
+            defer_weights(module, queue)
+    return queue
 
 
 def _skippable(plan: Plan, local: nn.Module, stages: set[int]) -> frozenset[int]:
@@ -194,12 +224,3 @@ def stage_of_module(plan: Plan, path: str) -> int:
             if path == layer or path.startswith(f"{layer}.") or layer == "":
                 return taskgraph.stage
     return 0
-
-
-def _install_dropouts(
-    local: nn.Module, context: StepContext, sharded: dict[str, Shard]
-) -> None:
-    for path, module in local.named_modules():
-        if type(module) is nn.Dropout:
-            module.forward = KeyedDropout(module, path, context)  # type: ignore[method-assign]
-

@@ -69,6 +69,8 @@ class Op:
     where: str
     pure: bool = False
     state: tuple[str, ...] = ()
+    random: int | None = None
+    """Its number among the random operations of the glue."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -134,6 +136,7 @@ def run_ops(
     rows: int,
     layers: Mapping[str, Callable[..., Any]],
     state: Callable[[str], torch.Tensor],
+    on_random: Callable[[int], None] | None = None,
 ) -> dict[int, torch.Tensor]:
     """Runs `ops` on `values` (changed in place): the user's Layers and the recorded glue between them."""
 
@@ -149,6 +152,8 @@ def run_ops(
     for op in ops:
         fn = layers[op.layer] if op.layer is not None else op.target
         assert fn is not None
+        if op.random is not None and on_random is not None:
+            on_random(op.random)
         out = fn(*tree_map(op.args, bind), **tree_map(op.kwargs, bind))
         made = tensors_in(out)
         if len(made) != len(op.outputs):
@@ -188,6 +193,7 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
                 where=a.where,
                 pure=a.pure,
                 state=a.state,
+                random=a.random,
             )
         )
     specs = [

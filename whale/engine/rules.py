@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from whale.engine.program import Op, Program, Ref, tensors_in
@@ -22,6 +21,7 @@ from whale.engine.trace import GlueTracer
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
+from whale.nn.attention import MultiheadForward, supported
 from whale.nn.shard import Shard
 from whale.nn.sharded import (
     Column,
@@ -93,6 +93,7 @@ def split_options(
                 options.append(option)
 
     add(_user_options(modules, names))
+    add(_multihead_options(modules, names))
     inside = _inside(path, layer, modules, args, kwargs, names)
     if inside is not None:
         add(_attention_options(modules, inside, names))
@@ -186,7 +187,7 @@ def _row_params(module: nn.Module, units: int, names: Names) -> list[tuple[str, 
 _ELEMENTWISE = {
     "gelu", "relu", "relu_", "silu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "mish", "hardswish",
     "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "div", "__truediv__",
-    "pow", "__pow__", "square", "neg", "__neg__", "exp", "to", "float", "type_as", "contiguous", "clone", "dropout",
+    "pow", "__pow__", "square", "neg", "__neg__", "exp", "to", "float", "type_as", "contiguous", "clone",
 }  # fmt: skip
 _ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Mish,
@@ -208,6 +209,7 @@ def _pair_options(
 ) -> list[SplitOption]:
     """Column splits whose outputs meet only elementwise before one Linear, which then splits by rows."""
     sources: dict[int, frozenset[str]] = {}
+    passed: dict[str, frozenset[str]] = {}
     spoiled: set[str] = set()
     rows: dict[str, frozenset[str]] = {}
     called: dict[str, int] = {}
@@ -229,6 +231,8 @@ def _pair_options(
             if _is_elementwise(op, modules) and scalars and not op.state and len(widths) == 1:
                 for value in op.outputs:
                     sources[value] = union
+                if op.layer is not None and isinstance(modules[op.layer], nn.Dropout):
+                    passed[op.layer] = union
             else:
                 spoiled |= union
     for value in program.result:
@@ -259,6 +263,7 @@ def _pair_options(
                 units=width,
                 unit="columns",
                 params=tuple(params),
+                inside=tuple(d for d, through in passed.items() if through & columns),
             )
         )
     return options
@@ -374,6 +379,26 @@ def _by_heads(
     return None
 
 
+def _multihead_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:
+    for path, module in modules.items():
+        if type(module) is not nn.MultiheadAttention or not supported(module):
+            continue
+        width, heads = module.embed_dim, module.num_heads
+        fused = DimSharding(dim=0, sections=(width,) * 3, units=heads)
+        params = [(_weight_name(module, names, "in_proj_weight"), fused)]
+        if module.in_proj_bias is not None:
+            params.append((_weight_name(module, names, "in_proj_bias"), fused))
+        params += _row_params(module.out_proj, heads, names)
+        yield SplitOption(
+            rule="multihead",
+            path=path,
+            modules=(path, f"{path}.out_proj"),
+            units=heads,
+            unit="heads",
+            params=tuple(params),
+        )
+
+
 def _leaf_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:
     for path, module in modules.items():
         if is_linear(module):
@@ -466,6 +491,14 @@ def _install_attention(
                 setattr(module, attribute, shard.local(value))
 
 
+def _install_multihead(
+    path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
+) -> None:
+    module = parts[0]
+    assert isinstance(module, nn.MultiheadAttention)
+    _set(module, MultiheadForward(module, shard, lambda x, p: x))
+
+
 def _install_column(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
@@ -501,13 +534,10 @@ def _install_user(
 _INSTALL: dict[str, Callable[[str, list[nn.Module], Shard, dict[str, nn.Module]], None]] = {
     "pair": _install_columns_and_row,
     "attention": _install_attention,
+    "multihead": _install_multihead,
     "column": _install_column,
     "embedding": _install_embedding,
     "conv": _install_conv,
     "user": _install_user,
 }
 
-
-def has_rule(module: nn.Module) -> bool:
-    """Whether any built-in rule could split this leaf module (for messages)."""
-    return is_linear(module) or is_conv1d(module) or isinstance(module, torch.nn.Embedding)

@@ -7,6 +7,7 @@ recorded glue around the user's Layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from whale.engine.program import Op, Program, Ref, ValueSpec, run_ops, tree_map
 from whale.errors import CaptureError
 from whale.nn.column_shard import plain
+from whale.nn.randomness import KeyedRandom
 from whale.runtime import batch as batches
 from whale.runtime.executor import Outcome
 from whale.runtime.means import MeanTracker
@@ -124,24 +126,31 @@ class WholeStage:
     has_loss = True
 
     def __init__(
-        self, model: nn.Module, loss: batches.Loss | None, outputs: frozenset[str]
+        self,
+        model: nn.Module,
+        loss: batches.Loss | None,
+        outputs: frozenset[str],
+        random: KeyedRandom | None,
     ) -> None:
         self.model, self.loss, self.outputs = model, loss, outputs
+        self.random = random or nullcontext()
 
     def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
         """Runs the model on this rank's rows."""
         tracker = MeanTracker()
-        if self.loss is None:
+        loss = self.loss
+
+        def tracked(output: Any, target: Any) -> Any:
+            assert loss is not None
             with tracker:
-                named = batches.call_model(self.model, None, batch)
-        else:
-            loss = self.loss
+                return loss(output, target)
 
-            def tracked(output: Any, target: Any) -> Any:
+        with self.random if self.model.training else nullcontext():
+            if loss is None:
                 with tracker:
-                    return loss(output, target)
-
-            named = batches.call_model(self.model, tracked, batch)
+                    named = batches.call_model(self.model, None, batch)
+            else:
+                named = batches.call_model(self.model, tracked, batch)
         value = named["loss"]
         return Outcome(
             loss=value,
@@ -153,8 +162,15 @@ class WholeStage:
 class CutStage:
     """One of several stages: its Layers, and the recorded glue around them."""
 
-    def __init__(self, part: StageProgram, model: nn.Module, outputs: frozenset[str]) -> None:
+    def __init__(
+        self,
+        part: StageProgram,
+        model: nn.Module,
+        outputs: frozenset[str],
+        random: KeyedRandom | None,
+    ) -> None:
         self.part, self.outputs = part, outputs
+        self.random = random
         self.incoming, self.outgoing = part.incoming, part.outgoing
         self.has_loss = part.result is not None
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -173,10 +189,14 @@ class CutStage:
         """Runs this stage on its rows; `received` are the values from earlier stages."""
         values = dict(enumerate(batches.leaves(batch)))
         values.update(received)
-        run_ops(self.part.ops[: self.tail], values, rows, self.layers, self._state)
         tracker = MeanTracker()
-        with tracker:
-            run_ops(self.part.ops[self.tail :], values, rows, self.layers, self._state)
+        random = self.random if self.model.training else None
+        with random or nullcontext():
+            number = random.names.at if random is not None else None
+            ops = self.part.ops
+            run_ops(ops[: self.tail], values, rows, self.layers, self._state, number)
+            with tracker:
+                run_ops(ops[self.tail :], values, rows, self.layers, self._state, number)
         sent = {v for group in self.outgoing.values() for v in group}
         outcome = Outcome(values={v: plain(values[v]) for v in sorted(sent)})
         if self.part.result is not None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from whale.engine.program import Op, Program, Ref, State, ValueSpec, tensors_in, tree_map
@@ -47,6 +49,18 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     return tensor
 
 
+_ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomCall:
+    """A random function seen in a Layer or in glue, and the shape it draws (None: not one Whale keys)."""
+
+    layer: str
+    name: str
+    shape: tuple[int, ...] | None
+
+
 class GlueTracer(TorchFunctionMode):
     """Records torch functions called in glue; `layer_call` records Layers."""
 
@@ -59,6 +73,9 @@ class GlueTracer(TorchFunctionMode):
         self.pure: list[bool] = []
         self.constants: dict[int, torch.Tensor] = {}
         self.paused = 0
+        self.layer = ""
+        self.training = True
+        self.calls: list[RandomCall] = []
         for tensor in inputs:
             self._value(tensor, pure=True)
 
@@ -129,8 +146,25 @@ class GlueTracer(TorchFunctionMode):
                 where=where,
                 pure=pure,
                 state=names,
+                random=self._glue_number() if random else None,
             )
         )
+
+    def _glue_number(self) -> int:
+        return sum(1 for call in self.calls if call.layer == "") - 1
+
+    def _note_random(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> None:
+        if func is F.dropout:
+            drawn = tuple(args[0].shape if args else kwargs["input"].shape)
+            self.calls.append(RandomCall(self.layer, name, drawn))
+        elif name == _ATTENTION:
+            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            if p:
+                q, k = (args[i] if len(args) > i else kwargs[n] for i, n in ((0, "query"), (1, "key")))
+                drawn = (*q.shape[:-1], k.shape[-2])
+                self.calls.append(RandomCall(self.layer, name, drawn))
+        elif self.training and not name.endswith("_"):
+            self.calls.append(RandomCall(self.layer, name, None))
 
     def layer_call(
         self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,10 +173,12 @@ class GlueTracer(TorchFunctionMode):
         if self.paused:
             return forward(*args, **kwargs)
         self.paused += 1
+        self.layer = path
         try:
             out = forward(*args, **kwargs)
         finally:
             self.paused -= 1
+            self.layer = ""
         self.record(layer=path, target=None, args=args, kwargs=kwargs, out=out)
         return out
 
@@ -150,9 +186,11 @@ class GlueTracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if any(word in name for word in _RANDOM) or name == _ATTENTION:
+            self._note_random(func, name, args, kwargs)
         if self.paused:
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
         if name in _READS:
             return self._read(func, name, args, kwargs)
         if name == "__setitem__":

@@ -52,11 +52,13 @@ class Bucket:
 def syncs(plan: Plan, home: Home) -> list[tuple[int, Span | None, list[Sync]]]:
     """(dim, global span, SUM groups) for every stretch of a parameter; a span of None is all of it."""
     split_stages = {plan.taskgraphs[t].stage for t, _ in home.splits}
+    devices = {stage: plan.stages[stage].virtual_device for stage in home.stages}
+    devices.update((plan.taskgraphs[t].stage, plan.taskgraphs[t].virtual_device) for t in home.around)
     everywhere = [
         replica.ranks
-        for stage in home.stages
+        for stage, device in devices.items()
         if stage not in split_stages
-        for replica in plan.stages[stage].virtual_device.replicas
+        for replica in device.replicas
     ]
     if not home.splits:
         return [(0, None, sum_groups(everywhere))]

@@ -35,6 +35,9 @@ class Parameter:
         return count
 
 
+BatchDims = tuple[tuple[int | None, ...], tuple[int | None, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitOption:
     """One way to shard some modules of a Layer: the rule, its units, and where each parameter is cut."""
@@ -45,8 +48,10 @@ class SplitOption:
     units: int
     unit: str
     params: tuple[tuple[str, DimSharding], ...]
-    batch_dim: int | None = 0
-    """The batch dim of what it reads; None: no batch in it (position ids, say)."""
+    dims: BatchDims = ((0,), (0,))
+    """Batch dims of the tensors it reads and makes; None: no batch in one (position ids, say)."""
+    inside: tuple[str, ...] = ()
+    """Dropout modules that see only a shard of the columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +212,8 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
                 "modules": list(o.modules),
                 "units": o.units,
                 "unit": o.unit,
-                "batch_dim": o.batch_dim,
+                "dims": [list(side) for side in o.dims],
+                "inside": list(o.inside),
                 "params": {name: sharding.to_dict() for name, sharding in o.params},
             }
             for o in layer.splits
@@ -230,7 +236,8 @@ def _layer_from(data: dict[str, Any]) -> Layer:
                 modules=tuple(o["modules"]),
                 units=o["units"],
                 unit=o["unit"],
-                batch_dim=o["batch_dim"],
+                dims=(tuple(o["dims"][0]), tuple(o["dims"][1])),
+                inside=tuple(o["inside"]),
                 params=tuple(
                     (name, DimSharding.from_dict(sharding))
                     for name, sharding in o["params"].items()

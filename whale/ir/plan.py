@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whale.errors import PlanError
+from whale.ir.model_graph import BatchDims
 from whale.ir.schedule import Schedule
 from whale.ir.sharding import WHOLE, DimSharding, Piece
 from whale.ir.virtual_device import VirtualDevice
@@ -28,11 +29,20 @@ class SplitLayer:
     unit: str
     cuts: tuple[tuple[int, ...], ...]
     params: tuple[tuple[str, DimSharding], ...]
+    dims: BatchDims = ((0,), (0,))
+    """Batch dims of what it reads and makes, for the bridge around it."""
+    inside: tuple[str, ...] = ()
+    """Dropout modules that see only a shard of the columns."""
 
     def units(self, replica: int, shard: int) -> tuple[int, int]:
         """The units [low, high) of one shard."""
         row = self.cuts[replica if len(self.cuts) > 1 else 0]
         return row[shard], row[shard + 1]
+
+    @property
+    def around(self) -> bool:
+        """Whether a bridge along rows goes around its whole module, whose code reads the batch size."""
+        return self.rule in ("attention", "multihead")
 
     def cuts_of(self, replica: int) -> tuple[int, ...]:
         """All cut points of one replica."""
@@ -75,6 +85,8 @@ class Home:
     stages: tuple[int, ...]
     splits: tuple[tuple[int, str], ...] = ()
     """(TaskGraph, module path) of each split that cuts it; empty: whole."""
+    around: tuple[int, ...] = ()
+    """TaskGraphs that see it whole but with the rows of all members (inside a bridge along rows)."""
     tier: str = "device"
     dtype: str = "float32"
     apply_group: int = 0
@@ -173,6 +185,8 @@ class Plan:
                             "modules": list(s.modules),
                             "unit": s.unit,
                             "cuts": [list(row) for row in s.cuts],
+                            "dims": [list(side) for side in s.dims],
+                            "inside": list(s.inside),
                             "params": {name: d.to_dict() for name, d in s.params},
                         }
                         for s in t.splits
@@ -194,6 +208,7 @@ class Plan:
                     "shape": list(h.shape),
                     "stages": list(h.stages),
                     "splits": [list(item) for item in h.splits],
+                    "around": list(h.around),
                     "tier": h.tier,
                     "dtype": h.dtype,
                     "apply_group": h.apply_group,
@@ -264,6 +279,7 @@ class Plan:
                     shape=tuple(h["shape"]),
                     stages=tuple(h["stages"]),
                     splits=tuple((t, path) for t, path in h["splits"]),
+                    around=tuple(h["around"]),
                     tier=h["tier"],
                     dtype=h["dtype"],
                     apply_group=h["apply_group"],
@@ -295,6 +311,8 @@ def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:
                 modules=tuple(s["modules"]),
                 unit=s["unit"],
                 cuts=tuple(tuple(row) for row in s["cuts"]),
+                dims=(tuple(s["dims"][0]), tuple(s["dims"][1])),
+                inside=tuple(s["inside"]),
                 params=tuple((name, DimSharding.from_dict(d)) for name, d in s["params"].items()),
             )
             for s in data["splits"]

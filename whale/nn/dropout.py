@@ -71,7 +71,7 @@ class KeyedDropout:
     """The forward of an `nn.Dropout` on this rank's copy."""
 
     def __init__(
-        self, module: torch.nn.Module, name: str, context: StepContext, batch_dim: int = 0
+        self, module: torch.nn.Module, name: str, context: StepContext, batch_dim: int | None = 0
     ) -> None:
         self.module, self.name, self.context, self.batch_dim = module, name, context, batch_dim
         self.sharded: tuple[int, int] | None = None
@@ -90,17 +90,28 @@ class KeyedDropout:
         self._calls += 1
         if p == 1.0:
             return x * 0
-        sharded = None
-        if self.sharded is not None:
-            sharded = (x.dim() - 1, *self.sharded)
-        mask = keep_mask(
-            x.shape,
-            p,
-            key=key,
-            first_row=context.first_row,
-            rows=context.rows,
-            batch_dim=self.batch_dim,
-            device=x.device,
-            sharded=sharded,
-        )
-        return x * mask * (1.0 / (1.0 - p))
+        sharded = (x.dim() - 1, *self.sharded) if self.sharded is not None else None
+        return x * position_mask(x, p, key, context, self.batch_dim, sharded) * (1.0 / (1.0 - p))
+
+
+def position_mask(
+    x: torch.Tensor,
+    p: float,
+    key: int,
+    context: StepContext,
+    batch_dim: int | None,
+    sharded: tuple[int, int, int] | None,
+) -> torch.Tensor:
+    """The mask of a call named by `key`; what has no batch in it gets one mask per micro-batch."""
+    if batch_dim is None:
+        key = key_of(key, context.micro_batch, "micro-batch", 0)
+    return keep_mask(
+        x.shape,
+        p,
+        key=key,
+        first_row=context.first_row if batch_dim is not None else 0,
+        rows=context.rows if batch_dim is not None else x.shape[0],
+        batch_dim=batch_dim or 0,
+        device=x.device,
+        sharded=sharded,
+    )

@@ -6,6 +6,7 @@ its parameter names; only `forward` is replaced, so state dicts and breakpoints 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from whale.nn.column_shard import ColumnShard, plain
+from whale.nn.deferred import QUEUE, WeightQueue, deferred, queue_of
 from whale.nn.shard import Shard
+from whale.runtime import collectives
+from whale.runtime.context import RowLayout
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -23,7 +27,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """A plain Linear or a Conv1D (subclasses may compute anything)."""
-    return type(module) is nn.Linear or is_conv1d(module)
+    linear = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return type(module) in linear or is_conv1d(module)
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int]:
@@ -41,12 +46,66 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 def product(module: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x` times the module's weight, which may be a shard."""
-    if is_conv1d(module):
-        out = x.reshape(-1, x.shape[-1]).mm(module.weight)
-        if bias is not None:
-            out = out + bias
-        return out.view(*x.shape[:-1], out.shape[-1])
-    return F.linear(x, module.weight, bias)
+    weights = [module.weight] if bias is None else [module.weight, bias]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if is_conv1d(module):
+            out = x.reshape(-1, x.shape[-1]).mm(module.weight)
+            if bias is not None:
+                out = out + bias
+            return out.view(*x.shape[:-1], out.shape[-1])
+        return F.linear(x, module.weight, bias)
+
+    return deferred(run, x, weights, queue_of(module))
+
+
+def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The module's convolution with whatever channels it holds."""
+    weights = [module.weight] if module.bias is None else [module.weight, module.bias]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = module._conv_forward(x, module.weight, module.bias)
+        return out
+
+    return deferred(run, x, weights, queue_of(module))
+
+
+def look_up(
+    module: nn.Embedding, ids: torch.Tensor, padding_idx: int | None
+) -> torch.Tensor:
+    """Rows of the embedding table this module holds."""
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(
+            ids,
+            module.weight,
+            padding_idx,
+            module.max_norm,
+            module.norm_type,
+            module.scale_grad_by_freq,
+            module.sparse,
+        )
+
+    return deferred(run, ids, [module.weight], queue_of(module))
+
+
+def defer_weights(module: nn.Module, queue: WeightQueue) -> None:
+    """Makes a module put its weight gradients off; one that is not sharded gets a forward that can."""
+    module.__dict__[QUEUE] = queue
+    if "forward" in module.__dict__:
+        return
+    whole: Any = module
+    if is_linear(module):
+        module.forward = lambda x: product(whole, plain(x), whole.bias)  # type: ignore[method-assign]
+    elif isinstance(module, nn.Embedding):
+        module.forward = lambda ids: look_up(whole, ids, whole.padding_idx)  # type: ignore[method-assign]
+    else:
+        module.forward = lambda x: convolve(whole, plain(x))  # type: ignore[method-assign]
+
+
+def can_defer(module: nn.Module) -> bool:
+    """Whether W can compute this module's weight gradients."""
+    return is_linear(module) or type(module) in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class SharedInput:
@@ -102,6 +161,54 @@ class LoneColumn:
         )
 
 
+class RowsAround:
+    """A module that sees the rows of all members: gathered on the way in, cut on the way out.
+
+    For modules whose code reads the batch size (attention): everything inside is an ordinary split.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        group: str,
+        index: int,
+        rows: RowLayout,
+        dims: tuple[tuple[int | None, ...], tuple[int | None, ...]],
+    ) -> None:
+        self.forward, self.group, self.index, self.rows, self.dims = forward, group, index, rows, dims
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        taken = iter(self.dims[0])
+        args, kwargs = map_tensors((args, kwargs), lambda x: self._gather(plain(x), next(taken)))
+        made = iter(self.dims[1])
+        with self.rows.all_rows():
+            out = self.forward(*args, **kwargs)
+        return map_tensors(out, lambda x: self._scatter(plain(x), next(made)))
+
+    def _gather(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        if dim is None:
+            return x
+        return collectives.gather(x, 0, self.rows.scaled_own(x.shape[0], self.index), self.group)
+
+    def _scatter(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        if dim is None:
+            return x
+        return collectives.scatter(x, 0, self.rows.scaled(x.shape[0]), self.group)
+
+
+def map_tensors(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """Nested tuples, lists and dicts with `fn` on their tensors, in order."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, fn) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        mapped = {key: map_tensors(item, fn) for key, item in value.items()}
+        return mapped if type(value) is dict else type(value)(**mapped)
+    return value
+
+
 class VocabEmbedding:
     """Rows of an embedding table: each member looks up its own ids, the sum has them all."""
 
@@ -120,7 +227,7 @@ class VocabEmbedding:
             if padding is not None:
                 inside = self.shard.low <= padding < self.shard.high
                 padding = padding - self.shard.low if inside else None
-            found = F.embedding(local, weight, padding) * own.unsqueeze(-1)
+            found = look_up(self.module, local, padding) * own.unsqueeze(-1)
         return self.shard.leave(found)
 
 
@@ -136,7 +243,7 @@ class ColumnConv:
         if module.weight.shape[0] == 0:
             out = _no_channels(module, entered)
         else:
-            out = module._conv_forward(entered, module.weight, module.bias)
+            out = convolve(module, entered)
         return self.shard.join(out, out.dim() - module.weight.dim() + 1, self.channels)
 
 

@@ -45,6 +45,12 @@ def make_plan(
     stage_of_node, edges = assign_stages(graph.nodes, stage_of_layer)
     users = users_of(graph, stage_of_layer, stage_of_node)
     splits = _splits(graph, placement, speeds(cluster), stage_of_layer)
+    bridged = [
+        t.index
+        for t in graph.taskgraphs
+        if placement.taskgraph_devices[t.index]
+        != placement.stage_devices[stage_of_taskgraph[t.index]]
+    ]
     plan = Plan(
         model_hash=graph.hash,
         num_ranks=cluster.num_devices,
@@ -58,7 +64,7 @@ def make_plan(
             _taskgraph_plan(graph, t, stage_of_taskgraph[t.index], placement, splits[t.index])
             for t in graph.taskgraphs
         ),
-        homes=make_homes(graph, users, splits),
+        homes=make_homes(graph, users, splits, bridged),
         groups=(),
         schedule=Schedule(
             kind=canonical_kind(placement.schedule),

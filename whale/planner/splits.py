@@ -53,7 +53,7 @@ def choose_splits(
     if width == 1:
         return ()
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
-    options = [o for o in options if o.units >= width and (o.batch_dim == 0 or not bridged)]
+    options = [o for o in options if o.units >= width and (_has_rows(o) or not bridged)]
     changed = True
     while changed:
         kept = [o for o in options if not _read_whole(graph, o, options, stage_layers, glue_params)]
@@ -68,6 +68,11 @@ def choose_splits(
             where=taskgraph.where,
         )
     return tuple(_cut(o, device, weights) for o in options)
+
+
+def _has_rows(option: SplitOption) -> bool:
+    """Whether a bridge along rows can go around it: something it reads has rows, in dim 0."""
+    return 0 in option.dims[0] and set(option.dims[0]) | set(option.dims[1]) <= {0, None}
 
 
 def _read_whole(
@@ -106,6 +111,8 @@ def _cut(option: SplitOption, device: VirtualDevice, weights: Sequence[int]) -> 
         unit=option.unit,
         cuts=rows[:1] if len(set(rows)) == 1 else rows,
         params=option.params,
+        dims=option.dims,
+        inside=option.inside,
     )
 
 
@@ -113,6 +120,7 @@ def make_homes(
     graph: ModelGraph,
     users: Mapping[str, set[int]],
     splits: Mapping[int, tuple[SplitLayer, ...]],
+    bridged: Sequence[int],
 ) -> tuple[Home, ...]:
     """A home for every parameter, in the order gradients are least likely to be ready."""
     cut_by: dict[str, list[tuple[int, str]]] = {}
@@ -120,12 +128,20 @@ def make_homes(
         for layer in layers:
             for name, _ in layer.params:
                 cut_by.setdefault(name, []).append((taskgraph, layer.path))
+    around: dict[str, list[int]] = {}
+    for taskgraph in bridged:
+        for layer in splits[taskgraph]:
+            for p in graph.parameters:
+                inside = p.name.startswith(f"{layer.path}.") and layer.around
+                if inside and p.name not in cut_by:
+                    around.setdefault(p.name, []).append(taskgraph)
     return tuple(
         Home(
             name=p.name,
             shape=p.shape,
             stages=tuple(sorted(users[p.name])),
             splits=tuple(cut_by.get(p.name, ())),
+            around=tuple(around.get(p.name, ())),
             dtype=p.dtype,
         )
         for p in graph.parameters

@@ -6,6 +6,8 @@ it: bridges along rows, keyed dropout, batch norm. One per Step, handed to them 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from whale.ir.virtual_device import VirtualDevice
@@ -31,12 +33,28 @@ class RowLayout:
     context: StepContext
     device: VirtualDevice
     members: tuple[int, ...]
+    rank: int
 
     def sizes(self) -> list[int]:
         """Rows of the current micro-batch by member, in group order."""
         points = self.device.row_cuts(self.context.micro_rows)
         positions = [self.device.position(rank)[0] for rank in self.members]
         return [points[p + 1] - points[p] for p in positions]
+
+    @contextmanager
+    def all_rows(self) -> Iterator[None]:
+        """Inside, the context's own rows are those of all members."""
+        context, sizes = self.context, self.sizes()
+        own = (context.first_row, context.rows)
+        points = self.device.row_cuts(context.micro_rows)
+        mine = self.device.position(self.rank)[0]
+        first = self.device.position(self.members[0])[0]
+        context.first_row += points[first] - points[mine]
+        context.rows = sum(sizes)
+        try:
+            yield
+        finally:
+            context.first_row, context.rows = own
 
     def scaled(self, total: int) -> list[int]:
         """The same for a dim of `total` elements over all rows (tokens of a sequence, say)."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from whale.errors import PlanError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.ir.virtual_device import micro_batch_cuts
@@ -42,6 +43,14 @@ class StageModule(Protocol):
 
     def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
         """Runs the stage on this rank's rows."""
+        ...
+
+
+class DeferredWork(Protocol):
+    """Weight gradients that a backward left for later: see `nn.deferred`."""
+
+    def take(self) -> list[Callable[[], None]]:
+        """What the backward just run left."""
         ...
 
 
@@ -102,10 +111,13 @@ class Executor:
         context: StepContext,
         device: torch.device,
         skips: frozenset[int],
+        queue: DeferredWork | None = None,
     ) -> None:
         self.plan, self.rank, self.stages = plan, rank, stages
         self.borders, self.channels, self.context = borders, channels, context
         self.device = device
+        self.queue = queue
+        self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.skips = skips
         """Stages that may be left out where a replica has no rows: no collective in them waits for it."""
         self.on_action: Callable[[Action], None] | None = None
@@ -174,7 +186,7 @@ class Executor:
         if rows == 0 and stage in self.skips:
             self._forward_nothing(stage, micro_batch, received)
             return
-        outcome = module.forward(part, received, rows)
+        outcome = self._forward(module, part, received, rows)
         if outcome.loss is not None and outcome.count is not None:
             _, shard = self.plan.stages[stage].virtual_device.position(self.rank)
             if shard == 0:
@@ -187,6 +199,21 @@ class Executor:
         if torch.is_grad_enabled():
             self._flights[stage, micro_batch] = _Flight(received, outcome)
         self._hand_over(stage, micro_batch, outcome)
+
+    def _forward(
+        self, module: StageModule, part: Any, received: dict[int, torch.Tensor], rows: int
+    ) -> Outcome:
+        try:
+            return module.forward(part, received, rows)
+        except RuntimeError as error:
+            if rows:
+                raise
+            raise PlanError(
+                f"rank {self.rank} has no rows in micro-batch {self.context.micro_batch} of stage "
+                f"{self.context.stage} ({self.context.micro_rows} rows over its replicas), must run all the same because "
+                f"replicas wait for each other there, and the model's code does not take an empty batch: {error}",
+                hint="use a larger batch or fewer micro-batches, so that every replica has a row",
+            ) from error
 
     def _forward_nothing(
         self, stage: int, micro_batch: int, received: dict[int, torch.Tensor]
@@ -241,10 +268,14 @@ class Executor:
                 grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self._local["B", source, micro_batch, stage, value] = grad
 
-    _do_I = _do_B  # noqa: N815 - deferred weight gradients stay queued until W
+    def _do_I(self, action: Action) -> None:  # noqa: N802
+        self._do_B(action)
+        assert self.queue is not None
+        self._deferred[action.stage, action.micro_batch] = self.queue.take()
 
     def _do_W(self, action: Action) -> None:  # noqa: N802
-        raise NotImplementedError
+        for work in self._deferred.pop((action.stage, action.micro_batch)):
+            work()
 
     # ---- messages -------------------------------------------------------------------------------
 

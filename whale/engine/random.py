@@ -1,0 +1,92 @@
+"""Randomness: keyed dropout put on this rank's copy, by what capture saw.
+
+Place in the flow: a step of `engine.lower`. Modules are keyed by their path, functional calls by Layer and number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.engine.capture import Captured
+from whale.errors import WhaleError
+from whale.nn.attention import MultiheadForward, supported
+from whale.nn.dropout import KeyedDropout, key_of, position_mask
+from whale.nn.randomness import CallNames, KeyedRandom
+from whale.nn.shard import Shard
+from whale.runtime.context import StepContext
+
+
+def install_randomness(
+    local: nn.Module,
+    captured: Captured,
+    context: StepContext,
+    names: CallNames,
+    shards: dict[str, Shard],
+) -> KeyedRandom | None:
+    """Keys every dropout; gives the mode for functional ones, if the model calls any."""
+    for path, module in local.named_modules():
+        if type(module) is nn.Dropout:
+            keyed = KeyedDropout(module, path, context, captured.dropouts.get(path, 0))
+            if path in shards:
+                keyed.sharded = (shards[path].low, shards[path].cuts[-1])
+            module.forward = keyed  # type: ignore[method-assign]
+        elif isinstance(module, nn.MultiheadAttention):
+            _key_multihead(module, path, context, shards.get(path))
+        elif isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            raise WhaleError(
+                f"{path} ({type(module).__name__}) has dropout={module.dropout} between its {module.num_layers} layers, "
+                "drawn inside torch's kernel, where it depends on the layout",
+                hint="use one-layer modules with nn.Dropout between them, or dropout=0",
+            )
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            # Its inference shortcut reads the weights as if they were whole.
+            module.activation_relu_or_gelu = 0
+    if not captured.random:
+        return None
+    modules = dict(local.named_modules(remove_duplicate=False))
+    for layer in captured.graph.layers:
+        names.watch(layer.path, modules[layer.path])
+    return KeyedRandom(names, captured.random)
+
+
+def _key_multihead(
+    module: nn.MultiheadAttention, path: str, context: StepContext, shard: Shard | None
+) -> None:
+    forward: Any = module.__dict__.get("forward")
+    while forward is not None and not isinstance(forward, MultiheadForward):
+        forward = getattr(forward, "forward", None)
+    if forward is None:
+        if not module.dropout:
+            return
+        if not supported(module):
+            raise WhaleError(
+                f"{path} (MultiheadAttention with kdim/vdim, bias_k or add_zero_attn) has dropout {module.dropout}",
+                hint="set its dropout to 0, or use scaled_dot_product_attention",
+            )
+        forward = MultiheadForward(module, None, lambda x, p: x)
+        module.forward = forward  # type: ignore[method-assign]
+    names = CallNames(context)
+    names.layer = f"{path}.dropout"
+
+    def drop(x: torch.Tensor, p: float) -> torch.Tensor:
+        key = key_of(context.seed, context.step, *names.next())
+        sharded = (1, shard.low, shard.cuts[-1]) if shard is not None else None
+        return x * position_mask(x, p, key, context, 0, sharded) * (1.0 / (1.0 - p))
+
+    forward.drop = drop
+
+
+def with_heads(module: nn.Module, shard: Shard, names: CallNames) -> None:
+    """Tells functional dropout which heads the attention now running holds."""
+
+    def enter(*_: Any) -> None:
+        names.heads = (shard.low, shard.num_units, shard.cuts[-1])
+
+    def leave(*_: Any) -> None:
+        names.heads = None
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)

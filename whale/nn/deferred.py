@@ -1,0 +1,83 @@
+"""Deferred weight gradients, for zero-bubble schedules: B computes input gradients, W the rest later.
+
+Place in the flow: installed by `engine.lower` on Linear, convolution and embedding modules when the schedule has W
+actions; every other parameter gets its gradient in B. The product runs on a small graph of its own, of which
+backward takes only the input's part and leaves the weight's part in a queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class WeightQueue:
+    """Weight gradients of the backward now running, to be computed when the schedule says W."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Callable[[], None]] = deque()
+
+    def push(self, work: Callable[[], None]) -> None:
+        """Adds the weight gradients of one module."""
+        self.waiting.append(work)
+
+    def take(self) -> list[Callable[[], None]]:
+        """All that waits, in order; the queue is empty after."""
+        found = list(self.waiting)
+        self.waiting.clear()
+        return found
+
+
+class _Defer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        fn: Callable[[torch.Tensor], torch.Tensor],
+        queue: WeightQueue,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        with torch.enable_grad():
+            inside = x.detach().requires_grad_(x.requires_grad)
+            out = fn(inside)
+        ctx.inside, ctx.out, ctx.queue, ctx.weights = inside, out, queue, weights
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        inside, out, weights = ctx.inside, ctx.out, list(ctx.weights)
+        grad = None
+        if inside.requires_grad:
+            (grad,) = torch.autograd.grad(out, inside, grads[0], retain_graph=True)
+
+        def later() -> None:
+            torch.autograd.backward(out, grads[0], inputs=weights)
+
+        ctx.queue.push(later)
+        ctx.inside = ctx.out = None
+        return (grad, None, None, *([None] * len(weights)))
+
+
+def deferred(
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    queue: WeightQueue | None,
+) -> torch.Tensor:
+    """`fn(x)`, whose gradients for `weights` wait in `queue`; without a queue, plainly `fn(x)`."""
+    trainable = [w for w in weights if w.requires_grad]
+    if queue is None or not trainable or not torch.is_grad_enabled():
+        return fn(x)
+    return _Defer.apply(x, fn, queue, *trainable)  # type: ignore[no-untyped-call,no-any-return]
+
+
+QUEUE = "_whale_weight_queue"
+
+
+def queue_of(module: torch.nn.Module) -> WeightQueue | None:
+    """The queue a module defers to, if any."""
+    queue: WeightQueue | None = module.__dict__.get(QUEUE)
+    return queue

@@ -1,0 +1,141 @@
+"""Functional dropout, keyed: `F.dropout` and attention dropout called in the user's own code.
+
+Place in the flow: a mode around a stage's forward in training, there only when capture saw such calls. A call is
+named by its Layer and its number in that Layer, so the mask does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+
+from whale.nn.attention import attend
+from whale.nn.dropout import key_of, position_mask
+from whale.runtime.context import StepContext
+
+BatchDims = dict[tuple[str, int], int | None]
+
+
+class CallNames:
+    """Which Layer is running, and how many random calls it has made in this micro-batch."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        self.layer = ""
+        self.heads: tuple[int, int, int] | None = None
+        """(first, own, all) units of the attention now running, when it is split."""
+        self._position = (-1, -1, -1)
+        self._calls: dict[str, int] = {}
+
+    def next(self) -> tuple[str, int]:
+        """The name of the call being made now."""
+        context = self.context
+        position = (context.step, context.stage, context.micro_batch)
+        if position != self._position:
+            self._position, self._calls = position, {}
+        number = self._calls.get(self.layer, 0)
+        self._calls[self.layer] = number + 1
+        return self.layer, number
+
+    def at(self, number: int) -> None:
+        """The next random call is number `number` of the glue."""
+        self.next()
+        self._calls[""] = number
+
+    def watch(self, path: str, layer: nn.Module) -> None:
+        """Follows a Layer in and out."""
+
+        def enter(*_: Any) -> None:
+            self.layer = path
+
+        def leave(*_: Any) -> None:
+            self.layer = ""
+
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave, always_call=True)
+
+
+def _head_span(local: int, units: tuple[int, int, int]) -> tuple[int, int, int]:
+    first, own, every = units
+    per_unit = local // own if own else 1
+    return 1, first * per_unit, every * per_unit
+
+
+class KeyedRandom(TorchFunctionMode):
+    """Replaces dropout functions by keyed ones."""
+
+    def __init__(self, names: CallNames, dims: BatchDims) -> None:
+        super().__init__()
+        self.names, self.dims = names, dims
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        name = self.names.next()
+        if not training or p == 0.0:
+            return input
+        return self.drop(input, p, name)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p == 0.0:
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        name = self.names.next()
+        return attend(
+            query,
+            key,
+            value,
+            mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            drop=lambda x, p: self.drop(x, p, name, self.names.heads),
+        )
+
+    def drop(
+        self,
+        x: torch.Tensor,
+        p: float,
+        name: tuple[str, int],
+        heads: tuple[int, int, int] | None = None,
+    ) -> torch.Tensor:
+        """`x` with the keyed mask of the call `name`; `heads` is (first, own, all) where dim 1 is a part."""
+        context = self.names.context
+        layer, number = name
+        dim = self.dims.get(name, 0)
+        key = key_of(context.seed, context.step, f"{layer}()", number)
+        sharded = _head_span(x.shape[1], heads) if heads is not None else None
+        mask = position_mask(x, p, key, context, dim, sharded)
+        return x * mask * (1.0 / (1.0 - p))
