@@ -1,12 +1,12 @@
-"""Ranks out of one card: `start_ranks` runs a module on virtual GPUs (CUDA MPS), or on CPU processes.
+"""Ranks out of one card: `start_ranks` runs a module on virtual GPUs (CUDA MPS), or on CPU.
 
-Place in the flow: under every benchmark, and under tests/gpu. A virtual GPU is a process that owns a share of
-the card's SMs and, if asked, a limit on its memory; each plays a host of its own, so that NCCL talks over
-loopback sockets. No setting of the card is changed, and nothing outlives the call: ranks are killed by
-process group, the MPS daemon is told to quit and killed if it does not. Needs no torch.
+Place in the flow: under every benchmark, and under tests/gpu. A virtual GPU is a process that owns
+a share of the card's SMs and, if asked, a limit on its memory; each plays a host of its own, so
+that NCCL talks over loopback sockets. No setting of the card is changed, and nothing outlives the
+call: ranks are killed by process group, the MPS daemon is told to quit and killed if it does not.
+Needs no torch.
 
-Example:
-    >>> outputs = start_ranks([66, 33], "benchmarks.overhead_rank", ["--size", "gpu"])  # doctest: +SKIP
+Example: `start_ranks([66, 33], "benchmarks.overhead_rank", ["--size", "gpu"])`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RankOutput:
 
 
 class RanksFailedError(RuntimeError):
-    """Some rank failed or was still running at the timeout; `outputs` holds what all of them printed."""
+    """Some rank failed or ran past the timeout; `outputs` holds what all of them printed."""
 
     def __init__(self, reason: str, outputs: list[RankOutput]) -> None:
         self.outputs = outputs
@@ -67,10 +67,10 @@ def start_ranks(
     environment: Mapping[str, str] | None = None,
     timeout: float = 600.0,
 ) -> list[RankOutput]:
-    """Runs `module_or_script` in one process per share, as torchrun would, and waits for all of them.
+    """Runs `module_or_script` in one process per share, as torchrun would, and waits for all.
 
     Args:
-        shares: Percent of the card's SMs of each rank; with `device="cpu"` only their number counts.
+        shares: Percent of the card's SMs of each rank; on the CPU only their number counts.
         module_or_script: A dotted module name (`python -m`), or the path of a script.
         args: Its arguments, the same for every rank.
         memory: Memory of each rank as MPS takes it ("16G"): one for all, or one per rank.
@@ -86,7 +86,10 @@ def start_ranks(
     """
     if isinstance(memory, str):
         memory = [memory] * len(shares)
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name,
+        contextlib.ExitStack() as stack,
+    ):
         folder = Path(name)
         shared = {**(environment or {})}
         if device == "cuda":

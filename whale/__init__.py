@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from whale.parallel import parallelize as parallelize
     from whale.parallel import plan as plan
     from whale.parallel import shard as shard
-    from whale.parallel import verify as verify
     from whale.runtime.outputs import concat as concat
     from whale.runtime.outputs import mean as mean
     from whale.runtime.outputs import sum as sum
+    from whale.verification.check import verify as verify
+    from whale.verification.verdict import Mismatch as Mismatch
+    from whale.verification.verdict import Verdict as Verdict
 
     __version__: str
 
@@ -55,9 +57,11 @@ _NAMES_OF = {
         "annotate",
     ),
     "whale.config": ("Config",),
-    "whale.parallel": ("init", "parallelize", "plan", "verify", "shard", "Step"),
+    "whale.parallel": ("init", "parallelize", "plan", "shard", "Step"),
     "whale.runtime.outputs": ("mean", "sum", "concat"),
     "whale.engine.rules": ("register_rule",),
+    "whale.verification.check": ("verify",),
+    "whale.verification.verdict": ("Mismatch", "Verdict"),
     "whale.errors": (
         "WhaleError",
         "AnnotationError",

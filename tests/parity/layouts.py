@@ -111,6 +111,7 @@ M3 = {"pipeline.num_micro_batch": 3}
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
+        Layout("one", 1, lambda model, paths: model),
         Layout("data", 2, whole(wh.replicate)),
         Layout("data-uneven", 3, whole(wh.replicate), speeds=(3.0, 1.0, 2.0)),
         Layout("accumulate", 2, whole(wh.replicate), M3),

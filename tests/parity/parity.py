@@ -10,7 +10,7 @@ import torch
 import whale as wh
 from tests.parity import zoo
 from tests.parity.layouts import LAYOUTS, layer_paths
-from tests.parity.reference import greatest_entry, relative_error, train_reference
+from tests.parity.reference import Reference, greatest_entry, relative_error, train_reference
 from tests.ranks import run_ranks
 from whale.ir.virtual_device import micro_batch_cuts
 
@@ -19,10 +19,15 @@ STEPS = 3
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 
 
-def train(case_name: str, layout_name: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+def train(
+    case_name: str,
+    layout_name: str,
+    more: dict[str, Any] | None = None,
+    dropout: float = 0.0,
+) -> dict[str, Any]:
     """One rank's part: trains, and returns what the whole model looks like."""
     torch.set_num_threads(1)
-    case, layout = zoo.case(case_name), LAYOUTS[layout_name]
+    case, layout = zoo.case(case_name, dropout=dropout), LAYOUTS[layout_name]
     wh.init()
     batches = [case.batch(seed, ROWS) for seed in range(STEPS)]
     model = case.build()
@@ -66,13 +71,32 @@ def compare(case_name: str, layout_name: str, more: dict[str, Any] | None = None
     max_norm = (more or {}).get("optimizer.max_grad_norm")
     truth = train_reference(case, batches, [sizes] * STEPS, ADAMW, max_norm=max_norm)
     results = run_ranks(layout.num_ranks, train, case_name, layout_name, more, timeout=110.0)
+    return _worst(results, truth, with_gradients=max_norm is None)
+
+
+def compare_with_one_rank(case_name: str, layout_name: str, dropout: float) -> dict[str, Any]:
+    """The same, against Whale itself on one rank: what keyed dropout is held to."""
+    layout = LAYOUTS[layout_name]
+    micro = {"pipeline.num_micro_batch": layout.config.get("pipeline.num_micro_batch", 1)}
+    (one,) = run_ranks(1, train, case_name, "one", micro, dropout)
+    truth = Reference(
+        losses=one["losses"],
+        gradients=one["gradients"],
+        gradient_norms=one["norms"],
+        state_dict=one["state"],
+    )
+    results = run_ranks(layout.num_ranks, train, case_name, layout_name, None, dropout)
+    return _worst(results, truth, with_gradients=True)
+
+
+def _worst(results: list[Any], truth: Reference, *, with_gradients: bool) -> dict[str, Any]:
     worst: dict[str, Any] = {"loss": 0.0, "gradient": 0.0, "weight": 0.0, "where": ""}
     for rank, result in enumerate(results):
         assert result["untouched"], f"rank {rank}: the user's module was changed"
         for got, want in zip(result["losses"], truth.losses, strict=True):
             worst["loss"] = max(worst["loss"], abs(got - want) / max(abs(want), 1e-12))
         pairs = [("weight", result["state"], truth.state_dict)]
-        if max_norm is None:
+        if with_gradients:
             pairs.append(("gradient", result["gradients"], truth.gradients))
         for kind, got_all, want_all in pairs:
             assert got_all.keys() == want_all.keys(), (kind, rank)

@@ -291,10 +291,17 @@ def _graph(
                 kind=type(layers[path]).__name__,
                 taskgraph=next(i for i, (_, paths) in enumerate(groups) if path in paths),
                 params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
+                num_norms=sum(
+                    isinstance(m, nn.modules.batchnorm._BatchNorm) for m in layers[path].modules()
+                ),
                 flops=first.flops.get(path, 0) - slope * ROWS[0],
                 flops_per_row=slope,
                 splits=tuple(
-                    replace(option, dims=_batch_dims(option, first, second))
+                    replace(
+                        option,
+                        dims=_batch_dims(option, first, second),
+                        joined=_joined(option, path, program),
+                    )
                     for option in first.options.get(path, ())
                 ),
             )
@@ -320,6 +327,27 @@ def _batch_dims(option: SplitOption, first: _Run, second: _Run) -> BatchDims:
         return tuple(_changed(x, y) for x, y in zip(a[side], b[side], strict=False))
 
     return dims(0), dims(1)
+
+
+_KEEPS_COLUMNS = {"view", "reshape", "flatten", "float", "double", "to", "contiguous", "__getitem__"}
+
+
+def _joined(option: SplitOption, path: str, program: Program | None) -> str:
+    """Whether a lone column split's output goes straight into a cross-entropy."""
+    if option.joined != "returned" or option.rule != "column" or program is None:
+        return "gather"
+    makers = [op for op in program.ops if op.layer == path]
+    values = {v for op in makers for v in op.outputs}
+    for op in program.ops:
+        if not values.intersection(op.inputs):
+            continue
+        name = getattr(op.target, "__name__", "")
+        if name == "cross_entropy":
+            return "loss"
+        if name not in _KEEPS_COLUMNS:
+            return "gather"
+        values.update(op.outputs)
+    return "gather"
 
 
 def _changed(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:

@@ -11,13 +11,13 @@ attention by heads is taken only where `scaled_dot_product_attention` shows the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from whale.engine.program import Op, Program, Ref, tensors_in
-from whale.engine.trace import GlueTracer
+from whale.engine.program import Op, Program, Ref, tensors_in, tree_map
+from whale.engine.trace import GlueTracer, is_cache
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
@@ -99,7 +99,20 @@ def split_options(
         add(_attention_options(modules, inside, names))
         add(_pair_options(modules, inside, names))
     add(_leaf_options(modules, names))
-    return tuple(options)
+    if inside is None:
+        grad = any(t.requires_grad for t in tensors_in((args, kwargs)))
+        return tuple(replace(o, entered=int(grad), joined="returned") for o in options)
+    return tuple(_lone(o, inside) if o.rule in ("column", "conv") else o for o in options)
+
+
+def _lone(option: SplitOption, program: Program) -> SplitOption:
+    """What the trace says of a module split alone: does its input need a gradient, is its output the Layer's?"""
+    made = {v for op in program.ops if op.layer == option.path for v in op.outputs}
+    return replace(
+        option,
+        entered=_entered(program, frozenset(option.modules)),
+        joined="returned" if made.intersection(program.result) else "gather",
+    )
 
 
 # ---- finding -----------------------------------------------------------------------------------
@@ -133,6 +146,8 @@ def _inside(
     leaves = {p: m for p, m in modules.items() if not list(m.children())}
     if path in leaves:
         return None
+    # The Layer ran once already and left its keys and values in a cache: this time it gets none.
+    args, kwargs = tree_map((args, kwargs), lambda leaf: None if is_cache(leaf) else leaf)
     inputs = tensors_in((args, kwargs))
     tracer = GlueTracer(list({id(t): t for t in inputs}.values()), names)
     originals: list[tuple[nn.Module, Any]] = []
@@ -257,6 +272,7 @@ def _pair_options(
         params += _row_params(modules[row], width, names)
         options.append(
             SplitOption(
+                entered=_entered(program, columns),
                 rule="pair",
                 path=row,
                 modules=(*sorted(columns), row),
@@ -267,6 +283,12 @@ def _pair_options(
             )
         )
     return options
+
+
+def _entered(program: Program, columns: frozenset[str]) -> int:
+    """Distinct inputs of the column modules that carry a gradient."""
+    read = {value for op in program.ops if op.layer in columns for value in op.inputs}
+    return sum(1 for value in read if program.specs[value].grad)
 
 
 def _is_tied(module: nn.Module, modules: dict[str, nn.Module]) -> bool:
@@ -321,9 +343,10 @@ def _attention_options(
         if out is None or (fused is None and None in (q, k, v)):
             continue
         columns = [fused] if fused is not None else [q, k, v]
-        option = _by_heads(path, [c for c in columns if c], out, heads_seen, modules, names)
+        found = [c for c in columns if c]
+        option = _by_heads(path, found, out, heads_seen, modules, names)
         if option is not None:
-            options.append(option)
+            options.append(replace(option, entered=_entered(program, frozenset(found))))
     return options
 
 

@@ -5,7 +5,10 @@ Place in the flow: what `wh.parallelize` returns; built on a Lowered program and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.config import Config
+from whale.engine import checkpoint
 from whale.engine.capture import capture
 from whale.engine.gather import Gatherer
 from whale.engine.lower import Lowered, make_stages
@@ -20,6 +24,8 @@ from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.runtime import batch as batches
+from whale.runtime.heartbeat import is_communication_error
+from whale.runtime.heartbeat import start as start_heartbeat
 from whale.runtime.optimizer import check_elementwise
 from whale.runtime.outputs import Merge, merge
 
@@ -59,6 +65,33 @@ class Step:
         self._gatherer = Gatherer(model, plan, lowered, rank)
         self.optimizer = self._make_optimizer(optimizer)
         self.num_steps = 0
+        self._heartbeat = start_heartbeat(
+            rank, plan.num_ranks, timedelta(seconds=config.timeout_seconds)
+        )
+        lowered.executor.on_action = self._on_action
+
+    def _on_action(self, index: int, action: Action) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.at(self.num_steps, index, str(action))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A failure of communication names the rank that caused it; one of ours is told to the others."""
+        beat = self._heartbeat
+        if beat is None:
+            yield
+            return
+        beat.running = True
+        try:
+            yield
+        except BaseException as error:
+            blamed = beat.explain(error) if is_communication_error(error) else None
+            beat.fail(blamed or error)
+            if blamed is None:
+                raise
+            raise blamed from error
+        finally:
+            beat.running = False
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
         named = [(n, p) for n, p in self._lowered.params.items() if p.requires_grad]
@@ -84,6 +117,10 @@ class Step:
         Returns the global mean loss as `loss`, the gradient norm as `grad_norm` when clipping, and the
         named outputs asked for; values are tensors, read them when you need them.
         """
+        with self._watched():
+            return self._train(batch)
+
+    def _train(self, batch: Any) -> dict[str, Any]:
         lowered = self._lowered
         lowered.model.train()
         lowered.context.step = self.num_steps
@@ -116,6 +153,10 @@ class Step:
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
         """The global mean loss and the named outputs of a batch, in eval mode, without gradients."""
+        with self._watched():
+            return self._evaluate(batch)
+
+    def _evaluate(self, batch: Any) -> dict[str, Any]:
         lowered = self._lowered
         lowered.model.eval()
         executor = lowered.executor
@@ -167,8 +208,40 @@ class Step:
         """The whole model's gradients of the last step (divided, clipped) on every rank's CPU."""
         return self._gatherer.gradients()
 
+    # ---- checkpoints --------------------------------------------------------------------------------
+
+    def save(
+        self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes a checkpoint that any plan of the same model can load; all ranks call it.
+
+        Returns when it is durable. A checkpoint already at `path` is replaced once the new one is
+        complete. `extra` is JSON of the user's own, given back by `load`; rank 0's is kept.
+        """
+        checkpoint.save(self._parts(), path, num_steps=self.num_steps, extra=extra)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Restores weights, buffers, optimizer and step count, saved under any plan; gives `extra`.
+
+        All ranks call it. When anything is missing or does not fit, every rank raises a
+        CheckpointError and nothing is changed.
+        """
+        self.num_steps, extra = checkpoint.load(self._parts(), path)
+        return extra
+
+    def _parts(self) -> checkpoint.Parts:
+        return checkpoint.Parts(
+            model=self._model,
+            plan=self.plan,
+            lowered=self._lowered,
+            optimizer=self.optimizer,
+            rank=self.rank,
+        )
+
     def close(self) -> None:
         """Frees process groups and memory; the user's model can be parallelized again."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         self._lowered.groups.close()
         for parameter in self._lowered.params.values():
             parameter.grad = None

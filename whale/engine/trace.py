@@ -104,7 +104,7 @@ class GlueTracer(TorchFunctionMode):
             nonlocal pure
             if not isinstance(item, torch.Tensor):
                 # A key-value cache has no use in training, and one kept from the trace would be stale.
-                return None if _is_cache(item) else item
+                return None if is_cache(item) else item
             if id(item) in self.refs:
                 index = self.refs[id(item)]
                 pure = pure and self.pure[index]
@@ -254,7 +254,8 @@ class GlueTracer(TorchFunctionMode):
         )
 
 
-def _is_cache(value: Any) -> bool:
+def is_cache(value: Any) -> bool:
+    """Whether this is transformers' key-value cache, which generation needs and training does not."""
     return any(
         t.__name__ == "Cache" and t.__module__.startswith("transformers") for t in type(value).__mro__
     )

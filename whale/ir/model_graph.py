@@ -52,6 +52,11 @@ class SplitOption:
     """Batch dims of the tensors it reads and makes; None: no batch in one (position ids, say)."""
     inside: tuple[str, ...] = ()
     """Dropout modules that see only a shard of the columns."""
+    entered: int = 1
+    """Distinct inputs that need a gradient: one sum each in backward."""
+    joined: str = "gather"
+    """What becomes of a lone column split's output: `gather`, or `loss` (vocabulary parallel);
+    `returned` while capture only knows that it is its Layer's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,8 @@ class Layer:
     flops: float = 0.0
     flops_per_row: float = 0.0
     splits: tuple[SplitOption, ...] = ()
+    num_norms: int = 0
+    """Batch norms in it: each sums its statistics over the replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +212,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "params": list(layer.params),
         "flops": layer.flops,
         "flops_per_row": layer.flops_per_row,
+        "num_norms": layer.num_norms,
         "splits": [
             {
                 "rule": o.rule,
@@ -214,6 +222,8 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
                 "unit": o.unit,
                 "dims": [list(side) for side in o.dims],
                 "inside": list(o.inside),
+                "entered": o.entered,
+                "joined": o.joined,
                 "params": {name: sharding.to_dict() for name, sharding in o.params},
             }
             for o in layer.splits
@@ -229,6 +239,7 @@ def _layer_from(data: dict[str, Any]) -> Layer:
         params=tuple(data["params"]),
         flops=data["flops"],
         flops_per_row=data["flops_per_row"],
+        num_norms=data["num_norms"],
         splits=tuple(
             SplitOption(
                 rule=o["rule"],
@@ -238,6 +249,8 @@ def _layer_from(data: dict[str, Any]) -> Layer:
                 unit=o["unit"],
                 dims=(tuple(o["dims"][0]), tuple(o["dims"][1])),
                 inside=tuple(o["inside"]),
+                entered=o["entered"],
+                joined=o["joined"],
                 params=tuple(
                     (name, DimSharding.from_dict(sharding))
                     for name, sharding in o["params"].items()

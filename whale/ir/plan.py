@@ -33,6 +33,10 @@ class SplitLayer:
     """Batch dims of what it reads and makes, for the bridge around it."""
     inside: tuple[str, ...] = ()
     """Dropout modules that see only a shard of the columns."""
+    entered: int = 1
+    """Distinct inputs that need a gradient."""
+    joined: str = "gather"
+    """What a lone column split's output meets: `gather` or `loss`."""
 
     def units(self, replica: int, shard: int) -> tuple[int, int]:
         """The units [low, high) of one shard."""
@@ -68,12 +72,23 @@ class TaskGraphPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayer:
+    """A Layer of a stage, in execution order: its TaskGraph, the parameters it reads, its batch norms."""
+
+    path: str
+    taskgraph: int
+    params: tuple[str, ...]
+    num_norms: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """TaskGraphs that share devices and run as one. `virtual_device` is the row layout of its glue."""
 
     index: int
     taskgraphs: tuple[int, ...]
     virtual_device: VirtualDevice
+    layers: tuple[StageLayer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +202,8 @@ class Plan:
                             "cuts": [list(row) for row in s.cuts],
                             "dims": [list(side) for side in s.dims],
                             "inside": list(s.inside),
+                            "entered": s.entered,
+                            "joined": s.joined,
                             "params": {name: d.to_dict() for name, d in s.params},
                         }
                         for s in t.splits
@@ -199,6 +216,15 @@ class Plan:
                     "index": s.index,
                     "taskgraphs": list(s.taskgraphs),
                     "replicas": s.virtual_device.to_dict(),
+                    "layers": [
+                        {
+                            "path": x.path,
+                            "taskgraph": x.taskgraph,
+                            "params": list(x.params),
+                            "num_norms": x.num_norms,
+                        }
+                        for x in s.layers
+                    ],
                 }
                 for s in self.stages
             ],
@@ -269,6 +295,15 @@ class Plan:
                     index=s["index"],
                     taskgraphs=tuple(s["taskgraphs"]),
                     virtual_device=VirtualDevice.from_dict(s["replicas"]),
+                    layers=tuple(
+                        StageLayer(
+                            path=x["path"],
+                            taskgraph=x["taskgraph"],
+                            params=tuple(x["params"]),
+                            num_norms=x["num_norms"],
+                        )
+                        for x in s["layers"]
+                    ),
                 )
                 for s in data["stages"]
             ),
@@ -313,6 +348,8 @@ def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:
                 cuts=tuple(tuple(row) for row in s["cuts"]),
                 dims=(tuple(s["dims"][0]), tuple(s["dims"][1])),
                 inside=tuple(s["inside"]),
+                entered=s["entered"],
+                joined=s["joined"],
                 params=tuple((name, DimSharding.from_dict(d)) for name, d in s["params"].items()),
             )
             for s in data["splits"]

@@ -15,7 +15,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.deadlock import check_schedule
 from whale.ir.homes import ITEM_BYTES, sum_groups, sync_groups, syncs
 from whale.ir.model_graph import ModelGraph, TaskGraph, assign_stages
-from whale.ir.plan import Group, Plan, SplitLayer, StagePlan, TaskGraphPlan
+from whale.ir.plan import Group, Plan, SplitLayer, StageLayer, StagePlan, TaskGraphPlan
 from whale.ir.schedule import Schedule
 from whale.ir.strategy import Scope
 from whale.planner.partition import balanced_cuts
@@ -57,7 +57,12 @@ def make_plan(
         device_types=tuple(device.type for device in cluster.devices),
         batch_rows=batch_rows,
         stages=tuple(
-            StagePlan(index=s, taskgraphs=members, virtual_device=placement.stage_devices[s])
+            StagePlan(
+                index=s,
+                taskgraphs=members,
+                virtual_device=placement.stage_devices[s],
+                layers=_stage_layers(graph, stage_of_layer, stage_of_node, s),
+            )
             for s, members in enumerate(placement.stages)
         ),
         taskgraphs=tuple(
@@ -81,6 +86,29 @@ def make_plan(
     schedule = plan.schedule
     check_schedule(schedule, {g: rank_actions(schedule, g) for g in range(len(schedule.groups))})
     return plan
+
+
+def _stage_layers(
+    graph: ModelGraph, stage_of_layer: list[int], stage_of_node: tuple[int | None, ...], stage: int
+) -> tuple[StageLayer, ...]:
+    """The Layers a stage runs, in execution order; one called again later runs there again."""
+    if graph.nodes:
+        order = [
+            node.layer
+            for node, where in zip(graph.nodes, stage_of_node, strict=True)
+            if where == stage and node.layer is not None
+        ]
+    else:
+        order = [i for i, s in enumerate(stage_of_layer) if s == stage]
+    return tuple(
+        StageLayer(
+            path=graph.layers[i].path,
+            taskgraph=graph.layers[i].taskgraph,
+            params=graph.layers[i].params,
+            num_norms=graph.layers[i].num_norms,
+        )
+        for i in order
+    )
 
 
 def _auto_stages(graph: ModelGraph, config: Config) -> ModelGraph:

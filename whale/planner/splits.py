@@ -113,6 +113,8 @@ def _cut(option: SplitOption, device: VirtualDevice, weights: Sequence[int]) -> 
         params=option.params,
         dims=option.dims,
         inside=option.inside,
+        entered=option.entered,
+        joined=option.joined,
     )
 
 

@@ -120,7 +120,7 @@ class Executor:
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.skips = skips
         """Stages that may be left out where a replica has no rows: no collective in them waits for it."""
-        self.on_action: Callable[[Action], None] | None = None
+        self.on_action: Callable[[int, Action], None] | None = None
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
         self._local: dict[tuple[str, int, int, int, int], torch.Tensor] = {}
@@ -140,7 +140,7 @@ class Executor:
         last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
         for index, action in enumerate(actions):
             if self.on_action is not None:
-                self.on_action(action)
+                self.on_action(index, action)
             final = last.get(action.stage) == index
             remaining = {s for s, i in last.items() if i > index}
             if final and grads is not None:

@@ -1,0 +1,76 @@
+"""A rank that fails, dies or hangs is named by the others within the timeout."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import whale as wh
+from tests.ranks import run_ranks
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Breaks(nn.Module):
+    """A Linear that does something bad on rank 1 in its third forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.how, self.calls = how, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3 and os.environ["RANK"] == "1":
+            if self.how == "dies":
+                os._exit(7)
+            if self.how == "hangs":
+                time.sleep(60)
+            raise ValueError("bad sample in shard 1")
+        return self.linear(x)
+
+
+def _train(how: str, staged: bool) -> str:
+    wh.init(wh.Config(timeout_seconds=6.0))
+    if staged:
+        with wh.stage():
+            first: nn.Module = nn.Linear(4, 4)
+        with wh.stage():
+            second: nn.Module = Breaks(how)
+        model: nn.Module = nn.Sequential(first, second)
+    else:
+        model = wh.replicate()(Breaks(how))
+    batch = (torch.randn(4, 4), torch.randn(4, 4))
+    config = {"check_parts": False, "timeout_seconds": 6.0}
+    step = wh.parallelize(
+        model, optimizer=SGD, batch=batch, loss=nn.functional.mse_loss, config=config
+    )
+    began = time.monotonic()
+    try:
+        for _ in range(6):
+            step(batch)
+    except wh.RankError as error:
+        return f"{time.monotonic() - began:.1f} {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["data", "pipeline"])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("raises", "bad sample in shard 1"), ("dies", "rank 1 died"), ("hangs", "rank 1 hangs")],
+)
+def test_rank_is_named(how: str, said: str, staged: bool) -> None:
+    failure: Any = run_ranks(2, _survive, how, staged, timeout=40.0, expect_failure=True)
+    text = str(failure.tracebacks.get(0, "")) + str(failure)
+    assert said in text, text
+    assert "rank 1" in text
+
+
+def _survive(how: str, staged: bool) -> None:
+    raise AssertionError(_train(how, staged))

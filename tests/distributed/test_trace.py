@@ -1,0 +1,67 @@
+"""The trace of a real run equals the nested Schedule, action by action."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import whale as wh
+from tests.parity import zoo
+from tests.parity.layouts import LAYOUTS, layer_paths
+from tests.parity.parity import ADAMW, ROWS
+from tests.ranks import run_ranks
+from whale.engine.recorder import record_step
+
+
+def _trace(case_name: str, layout_name: str) -> tuple[list[str], list[str]]:
+    torch.set_num_threads(1)
+    case, layout = zoo.case(case_name), LAYOUTS[layout_name]
+    wh.init()
+    batch = case.batch(0, ROWS)
+    model = case.build()
+    layout.annotate(model, layer_paths(model, batch, case.loss))
+    step = wh.parallelize(
+        model,
+        optimizer=ADAMW,
+        batch=batch,
+        loss=case.loss,
+        config={**layout.config, "communication.bucket_bytes": 4000},
+        cluster=layout.cluster(),
+    )
+    planned, seen = record_step(step, batch)
+    step.close()
+    return [str(a) for a in planned], [str(a) for a in seen]
+
+
+CASES = [
+    ("gpt", "data"),
+    ("gpt", "accumulate-uneven"),
+    ("gpt", "tensor-uneven"),
+    ("gpt", "1f1b"),
+    ("gpt", "zero-bubble"),
+    ("gpt", "3d"),
+    ("gpt", "colocated"),
+    ("gpt", "interleaved-tensor"),
+    ("hf_bert", "tensor"),
+    ("hf_bert", "pipeline-tensor"),
+    ("hf_gpt2", "data-tensor"),
+    ("resnet", "tensor"),
+    ("resnet", "head"),
+    ("encdec", "tensor"),
+    ("lstm", "head"),
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), CASES, ids=lambda value: str(value))
+def test_recorded_equals_planned(case: str, layout: str) -> None:
+    for rank, (planned, seen) in enumerate(
+        run_ranks(LAYOUTS[layout].num_ranks, _trace, case, layout)
+    ):
+        assert len(seen) > len(planned) / 2 > 1
+        for position, (want, got) in enumerate(zip(planned, seen, strict=False)):
+            assert want == got, (
+                f"rank {rank}, action {position}: planned {want}, ran {got}\n"
+                f"planned {planned[max(0, position - 4) : position + 4]}\n"
+                f"ran     {seen[max(0, position - 4) : position + 4]}"
+            )
+        assert len(planned) == len(seen), (rank, planned[len(seen) :], seen[len(planned) :])

@@ -1,0 +1,134 @@
+"""Recorder: one real step written down as actions and sub-actions, beside what the Plan says it should be.
+
+Place in the flow: for tests and for looking at a run; a Step that is not being recorded carries nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.engine.program import tensors_in
+from whale.engine.step import Step
+from whale.ir.expand import SubAction, expand
+from whale.ir.homes import rank_buckets, sum_groups
+from whale.ir.schedule import Action
+from whale.nn.column_shard import ColumnShard
+
+Trace = list[Action | SubAction]
+
+
+def planned_trace(step: Step) -> Trace:
+    """The rank's actions with their sub-actions, from the Plan alone."""
+    plan, rank = step.plan, step.rank
+    trainable = frozenset(n for n, p in step._lowered.params.items() if p.requires_grad)
+    buckets = rank_buckets(plan, rank, trainable)
+    stages = {home.name: set(home.stages) & set(plan.stages_of(rank)) for home in plan.homes}
+    last = {a.stage: i for i, a in enumerate(step._actions) if a.kind in ("B", "W")}
+    found: Trace = []
+    given = 0
+    for index, action in enumerate(step._actions):
+        found.append(action)
+        final = last.get(action.stage) == index
+        remaining = {s for s, i in last.items() if i > index}
+        complete = given
+        if final:
+            while complete < len(buckets) and all(
+                not stages[s.home.name] & remaining for s in buckets[complete].slices
+            ):
+                complete += 1
+        done = tuple(buckets[given:complete])
+        if action.kind == "W" and done:
+            found += [
+                SubAction(kind="reduce", name=str(given + i), ranks=b.sync.ranks)
+                for i, b in enumerate(done)
+                if len(b.sync.ranks) > 1
+            ]
+        found += expand(plan, rank, action, done, first_bucket=given)
+        given = complete
+    return found
+
+
+def record_step(step: Step, batch: Any) -> tuple[Trace, Trace]:
+    """Runs one step and returns (planned, recorded)."""
+    seen: Trace = []
+    lowered = step._lowered
+    handles = []
+    outputs: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    modules = dict(lowered.model.named_modules(remove_duplicate=False))
+    paths = {
+        layer.path for s in step.plan.stages_of(step.rank) for layer in step.plan.stages[s].layers
+    }
+    for path in paths:
+        module = modules[path]
+
+        def forward(_: nn.Module, args: Any, path: str = path) -> None:
+            seen.append(SubAction(kind="forward", name=path))
+
+        def watch(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
+            made = [t.local if isinstance(t, ColumnShard) else t for t in tensors_in(out)]
+            for tensor in [t for t in made if t.requires_grad][:1]:
+                # A Layer may return its input as it is (Identity): one hook, the later Layer first.
+                names = outputs.setdefault(id(tensor), (tensor, []))[1]
+                names.append(path)
+                if len(names) == 1:
+                    tensor.register_hook(lambda _: seen.extend(map(_backward, reversed(names))))
+
+        handles.append(module.register_forward_pre_hook(forward, prepend=True))
+        handles.append(module.register_forward_hook(watch))
+    watched = set(_layer_groups(step))
+    for comm in lowered.groups.all():
+        if comm.ranks in watched:
+            comm.record = lambda kind, ranks: seen.append(
+                SubAction(kind="collective", name=kind, ranks=ranks)
+            )
+    on_action = lowered.executor.on_action
+    lowered.executor.on_action = lambda index, action: seen.append(action)
+    filled = lowered.grads.filled
+    lowered.grads.on_launch = lambda i: seen.append(
+        SubAction(kind="reduce", name=str(i), ranks=filled[i].bucket.sync.ranks)
+    )
+    try:
+        step(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for comm in lowered.groups.all():
+            comm.record = None
+        lowered.executor.on_action = on_action
+        lowered.grads.on_launch = None
+    return planned_trace(step), _ordered(seen)
+
+
+def _backward(path: str) -> SubAction:
+    return SubAction(kind="backward", name=path)
+
+
+def _layer_groups(step: Step) -> Iterator[tuple[int, ...]]:
+    """The groups that collectives inside Layers use: splits, and batch norm's replicas."""
+    for taskgraph in step.plan.taskgraphs:
+        if taskgraph.splits:
+            yield from (replica.ranks for replica in taskgraph.virtual_device.replicas)
+    for stage in step.plan.stages:
+        if any(layer.num_norms for layer in stage.layers):
+            for sync in sum_groups([r.ranks for r in stage.virtual_device.replicas]):
+                yield sync.ranks
+
+
+def _ordered(seen: Trace) -> Trace:
+    """Inside one Layer's backward, reductions after collectives: they run on communicators of their own, and a
+    Layer's sub-actions are not ordered between communicators."""
+    found: Trace = []
+    held: Trace = []
+    for item in seen:
+        if isinstance(item, SubAction) and item.kind == "reduce":
+            held.append(item)
+            continue
+        if not (isinstance(item, SubAction) and item.kind == "collective"):
+            found += held
+            held = []
+        found.append(item)
+    return found + held

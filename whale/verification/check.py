@@ -1,0 +1,328 @@
+"""verify: does a plan compute what one device computes? Tried on real processes, tensor by tensor.
+
+Place in the flow: `wh.verify` and `whale verify`. The plan and the program are the ordinary ones;
+special here are float64, so that a wrong factor cannot hide behind rounding, and CPU processes, so
+that any plan can be tried anywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whale import parallel
+from whale.annotations import TAG, ambient_cluster, tag_of
+from whale.annotations import cluster as make_cluster
+from whale.config import Config
+from whale.engine.capture import capture
+from whale.engine.step import OptimizerFactory
+from whale.errors import PlanError, RankError, WhaleError
+from whale.ir.cluster import Cluster
+from whale.ir.plan import Plan
+from whale.runtime import batch as batches
+from whale.verification.fold import MAX_RANKS, fold, scaled_tags
+from whale.verification.on_rank import Report, run_on_rank
+from whale.verification.one_device import Reference, Task, aliases_of, run_one_device
+from whale.verification.processes import RankFailed, run_forked
+from whale.verification.verdict import Mismatch, Verdict
+
+MAX_PARAMETERS = 50_000_000
+"""More would be float64 copies of gigabytes in each of several processes."""
+
+_LOW_PRECISION = ("float32", "bfloat16", "float16")
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan | None = None,
+    batch: Any = None,
+    *,
+    loss: batches.Loss | None = None,
+    optimizer: OptimizerFactory | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+    cluster: str | Cluster | None = None,
+    steps: int = 3,
+    tolerance: float | None = None,
+    timeout: float = 120.0,
+) -> Verdict:
+    """Runs a plan on CPU processes; compares loss, gradients, weights and buffers with one device.
+
+    Args:
+        model: An annotated model of at most 50 million parameters; it is not changed.
+        plan: The plan to try; default: planned here for `cluster`. More than 8 ranks are folded.
+        batch: One global batch with real values; step k sees it rolled by k - 1 rows.
+        loss: `loss(output, target)`, or None when the model returns its loss.
+        optimizer: A factory as for `parallelize`; default: AdamW with a learning rate of 1e-2.
+        config: As for `parallelize`.
+        cluster: The devices to plan for; their number and relative speeds are what matters.
+        steps: Optimizer steps to compare.
+        tolerance: Allowed relative error; default: 1e-9, or 1e-6 where the loss is float32.
+        timeout: Seconds for one device, and again for the ranks.
+
+    Returns:
+        The verdict; a rank that raises, dies or hangs makes one that is not ok.
+    """
+    start = time.monotonic()
+    settings = Config.from_dict(
+        {**parallel._config(config).to_dict(), "timeout_seconds": max(timeout, 1.0)}
+    )
+    _check(model, batch, steps)
+    model64, batch64, loss64 = _in_float64(model), _batch_in_float64(batch), _loss_in_float64(loss)
+    given = _cluster(cluster)
+    if plan is not None:
+        planned = _adopt(plan, model, batch, loss, model64, batch64, loss64)
+    elif given is not None:
+        planned = parallel.plan(model64, cluster=given, batch=batch64, loss=loss64, config=settings)
+    else:
+        raise PlanError(
+            "verify got neither a plan nor a cluster",
+            hint='pass the plan to try, or cluster="1x4xCPU" to plan for',
+        )
+    folded = ""
+    if planned.num_ranks > MAX_RANKS:
+        planned, folded = _fold(model64, planned, given, settings, batch64, loss64)
+    # The first optimizer step imports it, which takes seconds: here once instead of in every rank.
+    importlib.import_module("torch._dynamo")
+    with tempfile.TemporaryDirectory(prefix="whale-verify-") as folder:
+        task = Task(
+            model=model64,
+            inputs=tuple(_rolled(batch64, step) for step in range(steps)),
+            loss=loss64,
+            optimizer=optimizer,
+            config=settings,
+            plan=planned,
+            folder=Path(folder),
+            tolerance=tolerance,
+        )
+        reference = _run_reference(task, timeout)
+        reports, failure = _run_ranks(task, reference, timeout)
+    mismatches = _merge(reference, reports, aliases_of(model64))
+    worst = max([reference.worst, *(r.worst for r in reports)]) if not failure else math.inf
+    return Verdict(
+        ok=not mismatches and not failure,
+        worst_error=worst,
+        tolerance=task.allowed(reference.float32),
+        mismatches=mismatches,
+        failure=failure,
+        num_ranks=planned.num_ranks,
+        num_tensors=len(dict(model64.named_parameters())) + len(dict(model64.named_buffers())),
+        reference=reference.text,
+        folded=folded,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _check(model: nn.Module, batch: Any, steps: int) -> None:
+    if "RANK" in os.environ or dist.is_initialized():
+        raise RankError(
+            f"this process is rank {os.environ.get('RANK', '?')} of a job, verify starts its own",
+            hint="call wh.verify in a process of its own, without `whale launch` or torchrun",
+        )
+    if batch is None:
+        raise WhaleError(
+            "verify got no batch", hint="pass one global batch: wh.verify(model, plan, batch)"
+        )
+    if any(leaf.is_meta for leaf in batches.leaves(batch)):
+        raise WhaleError(
+            "the batch is on the meta device: shapes without values",
+            hint="pass a batch with real values; random ones will do",
+        )
+    if steps < 1:
+        raise WhaleError(f"steps is {steps}; allowed: 1 or more", hint="3 is the default")
+    size = sum(p.numel() for p in model.parameters())
+    if size > MAX_PARAMETERS:
+        raise WhaleError(
+            f"the model has {size:,} parameters; allowed: at most {MAX_PARAMETERS:,}",
+            hint="pass a smaller configuration of it: the same modules and annotations, fewer and "
+            "narrower layers",
+        )
+
+
+# ---- float64 -------------------------------------------------------------------------------------
+
+
+def _in_float64(model: nn.Module) -> nn.Module:
+    """A copy on the CPU, every floating tensor in float64; one on the meta device stays there."""
+    double = copy.deepcopy(model).double()
+    if not any(t.is_meta for t in (*double.parameters(), *double.buffers())):
+        double = double.cpu()
+    return double
+
+
+def _batch_in_float64(batch: Any) -> Any:
+    leaves = [
+        leaf.detach().cpu().double() if leaf.is_floating_point() else leaf.detach().cpu()
+        for leaf in batches.leaves(batch)
+    ]
+    return batches.rebuild(batch, leaves)
+
+
+def _loss_in_float64(loss: batches.Loss | None) -> batches.Loss | None:
+    """A loss that is a module may hold class weights."""
+    return copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
+
+
+def _rolled(batch: Any, shift: int) -> Any:
+    """The same rows, each a few places further: every rank sees others in every step."""
+    rows = batches.num_rows(batch)
+    leaves = [
+        leaf.roll(shift, 0) if batches.has_rows(leaf, rows) else leaf
+        for leaf in batches.leaves(batch)
+    ]
+    return batches.rebuild(batch, leaves)
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+def _cluster(cluster: str | Cluster | None) -> Cluster | None:
+    if cluster is not None:
+        return make_cluster(cluster).cluster
+    ambient = ambient_cluster()
+    return ambient.cluster if ambient is not None else None
+
+
+def _adopt(
+    plan: Plan,
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    model64: nn.Module,
+    batch64: Any,
+    loss64: batches.Loss | None,
+) -> Plan:
+    """The user's plan for the float64 copy; a plan for another model is refused."""
+    double = capture(model64, batch64, loss64).graph.hash
+    if plan.model_hash == double:
+        return plan
+    own = capture(model, batch, loss).graph.hash
+    if plan.model_hash != own:
+        raise PlanError(
+            f"the plan is for model {plan.model_hash}, this model is {own}",
+            hint="make a plan for this model: wh.plan(model, ...)",
+        )
+    homes = tuple(
+        replace(home, dtype="float64") if home.dtype in _LOW_PRECISION else home
+        for home in plan.homes
+    )
+    return replace(plan, model_hash=double, homes=homes)
+
+
+def _fold(
+    model: nn.Module,
+    plan: Plan,
+    cluster: Cluster | None,
+    config: Config,
+    batch: Any,
+    loss: batches.Loss | None,
+) -> tuple[Plan, str]:
+    """A plan for at most 8 ranks and what was folded; the model's tags get the scaled counts."""
+    settings = Config.from_dict(
+        {
+            **config.to_dict(),
+            "pipeline.num_micro_batch": plan.num_micro_batch,
+            "pipeline.schedule": plan.schedule.kind,
+        }
+    )
+    captured = capture(model, batch, loss)
+    small = fold(plan, captured.graph, cluster, settings, refusal=captured.refusal)
+    tags = scaled_tags([tag_of(module) for module in model.modules()], small.counts)
+    for module in model.modules():
+        if tag_of(module):
+            module.__dict__[TAG] = tags[tag_of(module)]
+    made = parallel.plan(model, cluster=small.cluster, batch=batch, loss=loss, config=settings)
+    return made, small.text
+
+
+# ---- the processes -------------------------------------------------------------------------------
+
+
+def _run_reference(task: Task, timeout: float) -> Reference:
+    """In a process of its own: a backward pass in this one could make it unfit for forking."""
+    try:
+        (reference,) = run_forked(
+            {"one device": partial(run_one_device, task)}, timeout=timeout, folder=task.folder
+        )
+    except RankFailed as error:
+        text = str(error)
+        raise WhaleError(
+            f"the model does not train on one device: {text.splitlines()[0]}",
+            hint="call verify before this process's first backward pass"
+            if _bad_fork(text)
+            else "run its forward and backward on this batch alone first, in float64 on the CPU",
+        ) from error
+    assert isinstance(reference, Reference)
+    return reference
+
+
+def _bad_fork(text: str) -> bool:
+    return "fork-based multiprocessing" in text
+
+
+def _run_ranks(task: Task, reference: Reference, timeout: float) -> tuple[list[Report], str]:
+    """Every rank's report, or what stopped them."""
+    number = task.plan.num_ranks
+    ranks = {f"rank {r}": partial(_join_and_run, task, reference, r) for r in range(number)}
+    try:
+        reports = run_forked(
+            ranks,
+            timeout=timeout,
+            folder=task.folder,
+            environments=[_environment(r, number) for r in range(number)],
+        )
+    except RankFailed as error:
+        return [], str(error)
+    return reports, ""
+
+
+def _environment(rank: int, number: int) -> dict[str, str]:
+    values = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        "OMP_NUM_THREADS": "1",
+    }
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return values | ({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})
+
+
+def _join_and_run(task: Task, reference: Reference, rank: int) -> Report:
+    torch.set_num_threads(1)
+    number = task.plan.num_ranks
+    if number > 1:
+        # A file, not a port: nothing listens, and nothing outside this folder can get in.
+        store = dist.FileStore(str(task.folder / "store"), number)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=number)
+    else:
+        os.environ.pop("RANK")
+    return run_on_rank(task, reference, rank)
+
+
+def _merge(
+    reference: Reference, reports: list[Report], aliases: Mapping[str, str]
+) -> tuple[Mismatch, ...]:
+    """Worst first. A gathered tensor counts only where no rank's own piece explains it."""
+    local = [*reference.mismatches, *(m for report in reports for m in report.local)]
+    explained = {(m.kind, m.tensor, m.step) for m in local}
+    gathered = [
+        m
+        for report in reports
+        for m in report.gathered
+        if (m.kind, aliases.get(m.tensor, m.tensor), m.step) not in explained
+    ]
+    return tuple(sorted(local + gathered, key=lambda m: (-m.error, m.step, m.rank)))
