@@ -30,25 +30,17 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and MPS are ended
     shares = [int(s) for s in options.shares.split(",")] if options.shares else []
     shares = shares or [100 // options.ranks] * options.ranks
-    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        result = Path(folder) / "result.json"
-        try:
-            start_ranks(
-                shares,
-                "benchmarks.overhead_rank",
-                _arguments(options, result),
-                memory=options.memory,
-                device=options.device,
-                timeout=options.timeout,
-            )
-        except RanksFailedError as error:
-            print(error, file=sys.stderr)
-            return 1
-        report = json.loads(result.read_text())
-    profiles = {r["name"]: r.pop("profiles") for r in report["results"]}
+    # Each in processes of its own: if one fails, the others still have their say.
+    runs = [_run(options, shares, which) for which in options.which.split(",")]
+    done = [run for run in runs if run is not None]
+    if not done:
+        return 1
+    results = [result for run in done for result in run["results"]]
+    profiles = {r["name"]: r.pop("profiles") for r in results}
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **report,
+        "hardware": done[0]["hardware"],
+        "results": results,
         "settings": {
             **{k: v for k, v in vars(options).items() if k not in ("out", "timeout", "profile")},
             "ranks": len(shares),
@@ -66,7 +58,27 @@ def main() -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=1) + "\n")
         out.with_suffix(".md").write_text(_page(report, table))
-    return 0
+    return 0 if len(done) == len(runs) else 1
+
+
+def _run(options: argparse.Namespace, shares: list[int], which: str) -> dict[str, Any] | None:
+    """One benchmark's report, or None after saying why there is none."""
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        result = Path(folder) / "result.json"
+        try:
+            start_ranks(
+                shares,
+                "benchmarks.overhead_rank",
+                _arguments(options, which, result),
+                memory=options.memory,
+                device=options.device,
+                timeout=options.timeout,
+            )
+        except RanksFailedError as error:
+            print(f"{which}: {error}", file=sys.stderr)
+            return None
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
 
 
 def _options() -> argparse.Namespace:
@@ -86,16 +98,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="steps timed after each barrier")
     parser.add_argument("--warmup", type=int, default=5, help="steps before, beyond the checked")
     parser.add_argument("--micro-batches", type=int, default=4, help="of the pipelines")
+    parser.add_argument("--bucket-mib", type=float, default=25, help="of both sides' gradients")
     parser.add_argument("--profile", type=int, default=0, help="steps under cProfile, rank 0")
-    parser.add_argument("--timeout", type=float, default=540.0)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for each benchmark")
     parser.add_argument("--out", default="", help="JSON file; a .md is written beside it")
     return parser.parse_args()
 
 
-def _arguments(options: argparse.Namespace, result: Path) -> list[str]:
-    ours = ("ranks", "shares", "memory", "timeout", "out")
+def _arguments(options: argparse.Namespace, which: str, result: Path) -> list[str]:
+    ours = ("which", "ranks", "shares", "memory", "timeout", "out")
     found = [f"--{n.replace('_', '-')}={v}" for n, v in vars(options).items() if n not in ours]
-    return [*found, f"--result={result}"]
+    return [f"--which={which}", *found, f"--result={result}"]
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--which", required=True)
+    parser.add_argument("--which", required=True, choices=("data", "tensor", "pipeline"))
     parser.add_argument("--size", required=True, choices=sorted(SIZES))
     parser.add_argument("--device", required=True)
     parser.add_argument("--dtype", required=True)
@@ -77,6 +77,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--micro-batches", type=int, required=True)
+    parser.add_argument("--bucket-mib", type=float, required=True)
     parser.add_argument("--profile", type=int, required=True)
     parser.add_argument("--result", required=True)
     return parser.parse_args()
@@ -92,22 +93,16 @@ def _benchmarks(options: argparse.Namespace, device: torch.device) -> list[Bench
             device=device,
             dtype=getattr(torch, options.dtype),
             optimizer=options.optimizer,
+            bucket_mib=options.bucket_mib,
             num_micro_batch=num_micro_batch,
         )
 
-    found = []
-    for which in options.which.split(","):
-        if which == "data":
-            shared = setting(size.batch * num_ranks)
-            found.append(_data(shared))
-        elif which == "tensor":
-            found.append(_tensor(setting(size.batch)))
-        elif which == "pipeline":
-            shared = setting(size.batch, options.micro_batches)
-            found += [_pipeline(shared, kind) for kind in ("1f1b", "gpipe")]
-        else:
-            raise SystemExit(f"unknown benchmark {which!r}: data, tensor, pipeline")
-    return found
+    if options.which == "data":
+        return [_data(setting(size.batch * num_ranks))]
+    if options.which == "tensor":
+        return [_tensor(setting(size.batch))]
+    shared = setting(size.batch, options.micro_batches)
+    return [_pipeline(shared, kind) for kind in ("1f1b", "gpipe")]
 
 
 def _data(setting: Setting) -> Benchmark:

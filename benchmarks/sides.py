@@ -35,7 +35,7 @@ import whale as wh
 from whale.models.gpt import GPT, GPTConfig
 
 BUCKET_MIB = 25
-"""DDP's default bucket, given to both sides (DDP still makes its first bucket 1 MiB)."""
+"""DDP's default bucket, given to both sides (where DDP's first is smaller, that is its own)."""
 
 NUM_BATCHES = 4
 """Batches that are rotated, so that no step sees the last one's data in cache."""
@@ -89,6 +89,7 @@ class Setting:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     device: torch.device
     num_micro_batch: int = 1
+    bucket_mib: float = BUCKET_MIB
 
     def fresh(self) -> GPT:
         """A copy of the model on the device."""
@@ -113,6 +114,7 @@ def make_setting(
     dtype: torch.dtype,
     optimizer: str,
     num_micro_batch: int = 1,
+    bucket_mib: float = BUCKET_MIB,
 ) -> Setting:
     """The model and the batches, the same on every rank."""
     torch.manual_seed(0)
@@ -132,6 +134,7 @@ def make_setting(
         optimizer=partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, **kinds[optimizer]),
         device=device,
         num_micro_batch=num_micro_batch,
+        bucket_mib=bucket_mib,
     )
 
 
@@ -156,7 +159,7 @@ def whale_side(setting: Setting, annotations: dict[str, Any], config: dict[str, 
         loss=mean_loss,
         batch=tuple(t.cpu() for t in setting.batches[0]),
         config={
-            "communication.bucket_bytes": BUCKET_MIB * 2**20,
+            "communication.bucket_bytes": int(setting.bucket_mib * 2**20),
             # Build-time only: this benchmark compares the losses itself.
             "check_parts": False,
             **config,
@@ -179,7 +182,7 @@ def ddp_side(setting: Setting, *, view: bool) -> Side:
     model = DistributedDataParallel(
         setting.fresh(),
         device_ids=[setting.device.index] if setting.device.type == "cuda" else None,
-        bucket_cap_mb=BUCKET_MIB,
+        bucket_cap_mb=setting.bucket_mib,
         gradient_as_bucket_view=view,
     )
     optimizer = setting.optimizer(model.parameters())

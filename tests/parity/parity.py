@@ -24,18 +24,20 @@ def train(
     layout_name: str,
     more: dict[str, Any] | None = None,
     dropout: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    optimizer: Any = None,
 ) -> dict[str, Any]:
     """One rank's part: trains, and returns what the whole model looks like."""
     torch.set_num_threads(1)
     case, layout = zoo.case(case_name, dropout=dropout), LAYOUTS[layout_name]
     wh.init()
-    batches = [case.batch(seed, ROWS) for seed in range(STEPS)]
-    model = case.build()
+    batches = [in_dtype(case.batch(seed, ROWS), dtype) for seed in range(STEPS)]
+    model = case.build().to(dtype)
     layout.annotate(model, layer_paths(model, batches[0], case.loss))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step = wh.parallelize(
         model,
-        optimizer=ADAMW,
+        optimizer=optimizer or ADAMW,
         batch=batches[0],
         loss=case.loss,
         config={**layout.config, **(more or {})},
@@ -61,6 +63,17 @@ def train(
     return result
 
 
+def in_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    """The floating tensors of a batch in another dtype."""
+
+    def convert(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    if isinstance(batch, dict):
+        return {key: convert(value) for key, value in batch.items()}
+    return tuple(convert(value) for value in batch)
+
+
 def compare(case_name: str, layout_name: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """The largest errors of loss, gradients and weights over all ranks."""
     case, layout = zoo.case(case_name), LAYOUTS[layout_name]
@@ -71,7 +84,7 @@ def compare(case_name: str, layout_name: str, more: dict[str, Any] | None = None
     max_norm = (more or {}).get("optimizer.max_grad_norm")
     truth = train_reference(case, batches, [sizes] * STEPS, ADAMW, max_norm=max_norm)
     results = run_ranks(layout.num_ranks, train, case_name, layout_name, more, timeout=110.0)
-    return _worst(results, truth, with_gradients=max_norm is None)
+    return worst_errors(results, truth, with_gradients=max_norm is None)
 
 
 def compare_with_one_rank(case_name: str, layout_name: str, dropout: float) -> dict[str, Any]:
@@ -86,10 +99,10 @@ def compare_with_one_rank(case_name: str, layout_name: str, dropout: float) -> d
         state_dict=one["state"],
     )
     results = run_ranks(layout.num_ranks, train, case_name, layout_name, None, dropout)
-    return _worst(results, truth, with_gradients=True)
+    return worst_errors(results, truth, with_gradients=True)
 
 
-def _worst(results: list[Any], truth: Reference, *, with_gradients: bool) -> dict[str, Any]:
+def worst_errors(results: list[Any], truth: Reference, *, with_gradients: bool) -> dict[str, Any]:
     worst: dict[str, Any] = {"loss": 0.0, "gradient": 0.0, "weight": 0.0, "where": ""}
     for rank, result in enumerate(results):
         assert result["untouched"], f"rank {rank}: the user's module was changed"

@@ -208,7 +208,7 @@ class Step:
         """The whole model's gradients of the last step (divided, clipped) on every rank's CPU."""
         return self._gatherer.gradients()
 
-    # ---- checkpoints --------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def save(
         self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None

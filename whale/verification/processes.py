@@ -23,10 +23,13 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from whale.errors import WhaleError
+from whale.errors import RankError, WhaleError
 
 GRACE_S = 1.0
 """How long the others may still report after the first failure: what they meet is its echo."""
+
+
+_WAITING = ("/torch/distributed/", "/whale/runtime/", "/whale/engine/gather.py")
 
 
 class RankFailed(Exception):  # noqa: N818 - caught by `verify`, which makes it part of the verdict
@@ -58,7 +61,7 @@ def run_forked(
     """What the functions return, each called in a process of its own, by their order.
 
     Raises:
-        WhaleError: one of them raised it: the user's to fix.
+        WhaleError: one of them raised it: the user's to fix. A RankError is no cause but an echo.
         RankFailed: one of them raised anything else, ended without a word, or was not done after
             `timeout` seconds.
     """
@@ -126,25 +129,26 @@ def _read(child: _Child) -> None:
 
 def _raise_first(children: Mapping[str, _Child], timeout: float) -> None:
     failed = sorted(
-        ((c.raised_at or 0.0, name, c) for name, c in children.items() if c.failed),
-        key=lambda item: item[0],
+        ((name, c) for name, c in children.items() if c.failed),
+        # A RankError only says that a peer is gone, so whatever else went wrong comes before it.
+        key=lambda item: (isinstance(item[1].error, RankError), item[1].raised_at or 0.0),
     )
-    # What the user can fix goes first: another rank may only have noticed that its peer is gone.
-    for _, _, child in failed:
-        if isinstance(child.error, WhaleError):
+    for _, child in failed:
+        if isinstance(child.error, WhaleError) and not isinstance(child.error, RankError):
             raise child.error
     if failed:
-        _, name, child = failed[0]
-        others = ", ".join(n for _, n, _ in failed[1:])
+        name, child = failed[0]
+        others = ", ".join(n for n, _ in failed[1:])
         raise RankFailed(f"{name} {child.error}" + (f"\nthen also: {others}" if others else ""))
-    hung = {name: child for name, child in children.items() if not child.done}
+    hung = {name: _stack(child) for name, child in children.items() if not child.done}
     if hung:
-        lines = [f"{', '.join(hung)} did not finish in {timeout:g} s"]
-        lines += [f"{name} was in {_stack(child)}" for name, child in hung.items()]
+        stuck = [name for name, stack in hung.items() if not _waits(stack)] or list(hung)
+        lines = [f"{', '.join(stuck)} did not finish in {timeout:g} s"]
+        lines += [f"{name} was in {' < '.join(stack[:4])}" for name, stack in hung.items()]
         raise RankFailed("\n".join(lines))
 
 
-def _stack(child: _Child) -> str:
+def _stack(child: _Child) -> list[str]:
     """Where a running process is: faulthandler answers even from inside a collective."""
     assert child.process.pid is not None
     try:
@@ -152,10 +156,13 @@ def _stack(child: _Child) -> str:
         time.sleep(0.2)
         frames = [line.strip() for line in child.stacks.read_text().splitlines()]
     except OSError:
-        return "an unknown place"
-    inside = [line for line in frames if line.startswith("File")]
-    ours = [line for line in inside if f"{os.sep}whale{os.sep}" in line]
-    return " < ".join((inside[:1] + ours[:2]) or ["an unknown place"])
+        frames = []
+    return [line for line in frames if line.startswith("File")] or ["an unknown place"]
+
+
+def _waits(stack: Sequence[str]) -> bool:
+    """Whether a process is waiting for another one, by the frame it is in."""
+    return any(place in stack[0] for place in _WAITING)
 
 
 # ---- in the child --------------------------------------------------------------------------------
