@@ -1,6 +1,6 @@
 """Overlap of gradient sums with the backward pass, on virtual GPUs, from a profiler trace.
 
-Place in the flow: the command; `overlap_rank` runs on each rank. For every bucket size and number of
+Place in the flow: the command; `overlap_rank` runs on each rank. For each bucket size and number of
 communicators it says how much of the time in which NCCL reduces gradients is covered by compute
 kernels of the same rank (rank 0), beside the step's time; a row of DDP stands below for comparison.
 An NCCL kernel also lasts while it waits for its peer, so its time is not the link's alone.

@@ -20,5 +20,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     skip = pytest.mark.skip(reason="runs only with --full")
     for item in items:
-        if "full" in item.keywords:
+        if item.get_closest_marker("full") is not None:
             item.add_marker(skip)

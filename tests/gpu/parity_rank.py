@@ -10,6 +10,7 @@ Tolerances are for float32: 2e-5 on the loss, 1e-3 on gradients and weights. Ada
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import sys
 import time
@@ -36,6 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    faulthandler.dump_traceback_later(100.0)
     wh.init()
     rank = torch.distributed.get_rank()
     for pair in options.cases.split(","):

@@ -18,6 +18,7 @@ from whale.errors import WhaleError
 
 COMMANDS: Mapping[str, str] = {
     "launch": "start N ranks of a script, on one node or several",
+    "verify": "run a plan on CPU processes and compare it with one device",
 }
 BAD_INPUT = 2
 INTERRUPTED = 130

@@ -77,7 +77,7 @@ def lower(
     _install_norms(plan, rank, local, groups)
     random = install_randomness(local, captured, context, names, shards)
     queue = _install_deferral(plan, local)
-    stages = make_stages(plan, rank, local, captured, loss, outputs, random)
+    stages = make_stages(plan, rank, local, captured, loss, outputs, random, device)
     trainable = frozenset(n for n, p in params.items() if p.requires_grad)
     mine = set(plan.stages_of(rank))
     grads = GradientBuckets(
@@ -119,7 +119,8 @@ def make_stages(
     captured: Captured,
     loss: batches.Loss | None,
     outputs: frozenset[str],
-    random: KeyedRandom | None = None,
+    random: KeyedRandom | None,
+    device: torch.device,
 ) -> dict[int, StageModule]:
     """The stages this rank runs."""
     if len(plan.stages) == 1:
@@ -134,7 +135,7 @@ def make_stages(
             hint="make the plan again for this model and batch",
         )
     parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
-    return {s: CutStage(parts[s], local, outputs, random) for s in plan.stages_of(rank)}
+    return {s: CutStage(parts[s], local, outputs, random, device) for s in plan.stages_of(rank)}
 
 
 def _install_splits(

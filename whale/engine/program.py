@@ -136,6 +136,7 @@ def run_ops(
     rows: int,
     layers: Mapping[str, Callable[..., Any]],
     state: Callable[[str], torch.Tensor],
+    device: torch.device,
     on_random: Callable[[int], None] | None = None,
 ) -> dict[int, torch.Tensor]:
     """Runs `ops` on `values` (changed in place): the user's Layers and the recorded glue between them."""
@@ -147,6 +148,9 @@ def run_ops(
             return leaf.slope * rows + leaf.offset
         if isinstance(leaf, State):
             return state(leaf.name)
+        if isinstance(leaf, torch.device):
+            # The trace ran on fake CPU tensors: a device in glue (`device=x.device`) is this rank's own.
+            return device
         return leaf
 
     for op in ops:

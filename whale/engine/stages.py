@@ -168,8 +168,9 @@ class CutStage:
         model: nn.Module,
         outputs: frozenset[str],
         random: KeyedRandom | None,
+        device: torch.device,
     ) -> None:
-        self.part, self.outputs = part, outputs
+        self.part, self.outputs, self.device = part, outputs, device
         self.random = random
         self.incoming, self.outgoing = part.incoming, part.outgoing
         self.has_loss = part.result is not None
@@ -194,9 +195,10 @@ class CutStage:
         with random or nullcontext():
             number = random.names.at if random is not None else None
             ops = self.part.ops
-            run_ops(ops[: self.tail], values, rows, self.layers, self._state, number)
+            shared = (rows, self.layers, self._state, self.device, number)
+            run_ops(ops[: self.tail], values, *shared)
             with tracker:
-                run_ops(ops[self.tail :], values, rows, self.layers, self._state, number)
+                run_ops(ops[self.tail :], values, *shared)
         sent = {v for group in self.outgoing.values() for v in group}
         outcome = Outcome(values={v: plain(values[v]) for v in sorted(sent)})
         if self.part.result is not None:

@@ -122,22 +122,25 @@ class Step:
 
     def _train(self, batch: Any) -> dict[str, Any]:
         lowered = self._lowered
-        lowered.model.train()
+        if not lowered.model.training:
+            lowered.model.train()
         lowered.context.step = self.num_steps
         lowered.grads.zero()
         totals = lowered.executor.run(batch, self._actions, lowered.grads)
+        # The two numbers travel while the last gradients do.
+        summed = torch.stack([totals.loss, totals.count])
+        work = dist.all_reduce(summed, async_op=True) if self.plan.num_ranks > 1 else None
         lowered.grads.wait()
-        max_norm = self._config.optimizer.max_grad_norm
-        numbers = [totals.loss, totals.count]
-        if max_norm is not None:
-            numbers.append(lowered.grads.square_sum(lowered.device))
-        summed = self._sum(torch.stack(numbers))
+        if work is not None:
+            work.wait()
         count = summed[1]
+        max_norm = self._config.optimizer.max_grad_norm
         sums = self._config.communication.gradients_reduce_method == "sum"
         factor = torch.ones_like(count) if sums else 1.0 / count
         metrics: dict[str, Any] = {"loss": summed[0] / count}
         if max_norm is not None:
-            norm = summed[2].sqrt() * factor
+            squares = self._sum(lowered.grads.square_sum(lowered.device))
+            norm = squares.sqrt() * factor
             metrics["grad_norm"] = norm
             factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         lowered.grads.scale(factor)
@@ -195,6 +198,8 @@ class Step:
                 captured,
                 self._loss,
                 frozenset(self._outputs),
+                None,
+                self._lowered.device,
             )
         return self._evaluating
 

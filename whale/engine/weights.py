@@ -52,7 +52,11 @@ def local_copy(
     for name, buffer in model.named_buffers():
         source = fresh[name] if buffer.is_meta and name in fresh else buffer.detach()
         memo[id(buffer)] = source.to(device, copy=True) if not source.is_meta else source
-    return copy.deepcopy(model, memo), params, pieces
+    local = copy.deepcopy(model, memo)
+    for module in local.modules():
+        if isinstance(module, nn.RNNBase) and not any(p.is_meta for p in module.parameters()):
+            module.flatten_parameters()
+    return local, params, pieces
 
 
 def _initialise(model: nn.Module, wanted: set[str], seed: int) -> dict[str, torch.Tensor]:

@@ -145,6 +145,7 @@ def rank_slices(plan: Plan, rank: int) -> list[Slice]:
     return slices
 
 
+FIRST_BUCKET_BYTES = 1 << 20
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -156,6 +157,7 @@ def rank_buckets(plan: Plan, rank: int, trainable: frozenset[str]) -> list[Bucke
     order = {home.name: index for index, home in enumerate(reversed(plan.homes))}
     open_slices: dict[tuple[Sync, str], list[Slice]] = {}
     buckets: list[Bucket] = []
+    begun: set[tuple[Sync, str]] = set()
 
     def close(key: tuple[Sync, str]) -> None:
         slices = open_slices.pop(key)
@@ -170,7 +172,10 @@ def rank_buckets(plan: Plan, rank: int, trainable: frozenset[str]) -> list[Bucke
         key = (piece.sync, piece.home.dtype)
         open_slices.setdefault(key, []).append(piece)
         size = sum(s.numel for s in open_slices[key]) * ITEM_BYTES[piece.home.dtype]
-        if size >= plan.bucket_bytes:
+        # The first bucket of a group is small, so that communication starts early in the backward.
+        limit = plan.bucket_bytes if key in begun else min(FIRST_BUCKET_BYTES, plan.bucket_bytes)
+        if size >= limit:
+            begun.add(key)
             close(key)
     for key in list(open_slices):
         close(key)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from whale.ir.sharding import Span, apportion, cuts
@@ -63,9 +64,7 @@ class VirtualDevice:
 
     def rows(self, rank: int, rows: int) -> Span:
         """The rows of a micro-batch that `rank` computes."""
-        replica, _ = self.position(rank)
-        points = self.row_cuts(rows)
-        return points[replica], points[replica + 1]
+        return _rows(self, rank, rows)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Plain JSON values."""
@@ -77,6 +76,13 @@ class VirtualDevice:
         return cls(
             replicas=tuple(Replica(ranks=tuple(r["ranks"]), weight=r["weight"]) for r in data)
         )
+
+
+@lru_cache(maxsize=4096)
+def _rows(device: VirtualDevice, rank: int, rows: int) -> Span:
+    replica, _ = device.position(rank)
+    points = device.row_cuts(rows)
+    return points[replica], points[replica + 1]
 
 
 def micro_batch_cuts(rows: int, num_micro_batch: int) -> tuple[int, ...]:

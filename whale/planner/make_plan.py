@@ -13,7 +13,7 @@ from whale.errors import CaptureError, PlanError
 from whale.ir.check import check_plan
 from whale.ir.cluster import Cluster
 from whale.ir.deadlock import check_schedule
-from whale.ir.homes import ITEM_BYTES, sum_groups, sync_groups, syncs
+from whale.ir.homes import FIRST_BUCKET_BYTES, ITEM_BYTES, sum_groups, sync_groups, syncs
 from whale.ir.model_graph import ModelGraph, TaskGraph, assign_stages
 from whale.ir.plan import Group, Plan, SplitLayer, StageLayer, StagePlan, TaskGraphPlan
 from whale.ir.schedule import Schedule
@@ -226,7 +226,7 @@ def _pools(plan: Plan) -> list[Group]:
         Group(name=f"sum{k}:{'-'.join(map(str, ranks))}", ranks=ranks)
         for ranks, total in nbytes.items()
         for k in range(1, plan.num_communicators)
-        if len(ranks) > 1 and total > plan.bucket_bytes
+        if len(ranks) > 1 and total > FIRST_BUCKET_BYTES
     ]
 
 

@@ -24,9 +24,6 @@ from whale.ir.schedule import Action, Links, Schedule
 COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Ticks per action, the usual ratio: a backward computes two gradients, so twice a forward."""
 
-POST_AHEAD = 1
-"""Computes between posting a receive and its use: one hides the transfer, more hold buffers."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
@@ -77,18 +74,18 @@ def compute_order(schedule: Schedule, group: int) -> list[Action]:
 def rank_actions(schedule: Schedule, group: int) -> list[Action]:
     """Everything one device group does: its computes with sends and receives around them.
 
-    A send stands right after the compute that makes it due. Receives are posted `POST_AHEAD`
-    computes before they are needed. On each ordered channel (source group to destination group)
+    A send stands right after the compute that makes it due, a receive right before the compute that
+    needs it: one posted earlier could block a device-wide wait inside a compute (a cuDNN workspace, a
+    user's synchronize) on a message that waits for that compute. On each ordered channel (source group to destination group)
     the receives stand in exactly the order of the sends, activations and gradients alike, because
     NCCL matches by order alone; where the sender's order is not ours, the messages in between are
     posted too.
     """
     order, links, channels = _orders(schedule)[group], schedule.links(), _channels(schedule)
     posts = _posts(order, links, channels)
-    actions = [receive for due in posts[:POST_AHEAD] for receive in due]
-    for index, action in enumerate(order):
-        if index + POST_AHEAD < len(order):
-            actions.extend(posts[index + POST_AHEAD])
+    actions: list[Action] = []
+    for due, action in zip(posts, order, strict=True):
+        actions.extend(due)
         actions.append(action)
         actions.extend(links.sends_after(action))
     return actions

@@ -138,15 +138,15 @@ class Executor:
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         self._totals = Totals(zero.clone(), zero.clone(), [])
         last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
+        ends = {i: frozenset(s for s, j in last.items() if j > i) for i in last.values()}
         for index, action in enumerate(actions):
             if self.on_action is not None:
                 self.on_action(index, action)
-            final = last.get(action.stage) == index
-            remaining = {s for s, i in last.items() if i > index}
-            if final and grads is not None:
+            remaining = ends.get(index)
+            if remaining is not None and grads is not None:
                 grads.arm(action.stage, remaining)
             getattr(self, f"_do_{action.kind}")(action)
-            if final and grads is not None:
+            if remaining is not None and grads is not None:
                 grads.finish(action.stage, remaining)
         self.channels.drain()
         self._flights.clear()

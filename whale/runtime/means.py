@@ -24,7 +24,7 @@ Count = tuple[torch.Tensor, tuple[Any, ...]]
 def _labels(input: Any, target: Any, weight: Any, ignore_index: int) -> Count:
     if target.is_floating_point():
         rows = input.numel() // max(1, input.shape[1] if input.dim() > 1 else 1)
-        return torch.tensor(float(rows), device=target.device), ("rows", rows)
+        return torch.full((), float(rows), device=target.device), ("rows", rows)
     valid = target != ignore_index
     origin = ("labels", target.data_ptr(), tuple(target.shape), ignore_index, weight is None)
     if weight is None:
@@ -79,7 +79,7 @@ def _elements(function: Callable[..., Any]) -> Callable[..., tuple[Any, Count] |
             return None
         total = function(input, target, **{**kwargs, "reduction": "sum"})
         size = torch.broadcast_shapes(input.shape, target.shape).numel()
-        return total, (torch.tensor(float(size), device=input.device), ("elements", size))
+        return total, (torch.full((), float(size), device=input.device), ("elements", size))
 
     return counted
 
@@ -88,7 +88,7 @@ def _mean(input: Any, *args: Any, **kwargs: Any) -> tuple[Any, Count] | None:
     if args or kwargs or not input.is_floating_point():
         return None
     size = input.numel()
-    return input.sum(), (torch.tensor(float(size), device=input.device), ("elements", size))
+    return input.sum(), (torch.full((), float(size), device=input.device), ("elements", size))
 
 
 _MEANS: dict[Any, Callable[..., tuple[Any, Count] | None]] = {
@@ -155,5 +155,5 @@ class MeanTracker(TorchFunctionMode):
             )
         found = self.counts.get(id(loss))
         if found is None:
-            return torch.tensor(float(rows), device=loss.device)
+            return torch.full((), float(rows), device=loss.device)
         return found[0].detach()

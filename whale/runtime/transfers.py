@@ -9,6 +9,7 @@ j mod width, and the other way round for gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ def _spans(device: VirtualDevice, rows: int) -> list[Span]:
     return list(zip(points, points[1:], strict=False))
 
 
+@lru_cache(maxsize=4096)
 def incoming(
     source: VirtualDevice, target: VirtualDevice, rank: int, rows: int, batched: bool
 ) -> list[Piece]:
@@ -50,6 +52,7 @@ def incoming(
     return found
 
 
+@lru_cache(maxsize=4096)
 def outgoing(
     source: VirtualDevice, target: VirtualDevice, rank: int, rows: int, batched: bool
 ) -> list[Piece]:
@@ -65,6 +68,7 @@ def outgoing(
     return found
 
 
+@lru_cache(maxsize=4096)
 def gradient_incoming(
     source: VirtualDevice, target: VirtualDevice, rank: int, rows: int, batched: bool
 ) -> list[Piece]:
@@ -79,6 +83,7 @@ def gradient_incoming(
     ]
 
 
+@lru_cache(maxsize=4096)
 def gradient_outgoing(
     source: VirtualDevice, target: VirtualDevice, rank: int, rows: int, batched: bool
 ) -> list[Piece]:

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -34,7 +33,7 @@ from whale.errors import PlanError, RankError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
-from whale.verification.fold import MAX_RANKS, fold, scaled_tags
+from whale.verification.fold import MAX_RANKS, check_size, fold, scaled_tags
 from whale.verification.on_rank import Report, run_on_rank
 from whale.verification.one_device import Reference, Task, aliases_of, run_one_device
 from whale.verification.processes import RankFailed, run_forked
@@ -78,12 +77,14 @@ def verify(
     """
     start = time.monotonic()
     settings = Config.from_dict(
-        # Longer than ours: a rank that hangs is then named here, not by the first that gave up on it.
+        # Longer than ours: a rank that hangs is then named here, not by one that gave up on it.
         {**parallel._config(config).to_dict(), "timeout_seconds": timeout + 60.0}
     )
     _check(model, batch, steps)
     model64, batch64, loss64 = _in_float64(model), _batch_in_float64(batch), _loss_in_float64(loss)
     given = _cluster(cluster)
+    if plan is not None and cluster is not None and given is not None:
+        check_size(plan, given)
     if plan is not None:
         planned = _adopt(plan, model, batch, loss, model64, batch64, loss64)
     elif given is not None:
@@ -303,7 +304,6 @@ def _environment(rank: int, number: int) -> dict[str, str]:
 
 
 def _join_and_run(task: Task, reference: Reference, rank: int) -> Report:
-    torch.set_num_threads(1)
     number = task.plan.num_ranks
     if number > 1:
         # A file, not a port: nothing listens, and nothing outside this folder can get in.

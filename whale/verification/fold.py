@@ -45,12 +45,9 @@ def fold(
     refusal: CaptureError | None,
 ) -> Fold:
     """The smallest world of at most 8 ranks with the axes of `plan`."""
+    if cluster is not None:
+        check_size(plan, cluster)
     devices = cluster.devices if cluster is not None else _devices_of(plan)
-    if len(devices) != plan.num_ranks:
-        raise PlanError(
-            f"the plan is for {plan.num_ranks} ranks, the cluster has {len(devices)} devices",
-            hint="pass the cluster the plan was made for, or none",
-        )
     counts = sorted({s.count for t in graph.taskgraphs for s in t.tag if s.count is not None})
     for strict in (True, False):
         wanted = _axes(plan, devices, strict)
@@ -68,6 +65,16 @@ def fold(
         f"its axes: {plan.strategy}",
         hint="verify a model with fewer stages, or with annotations of smaller device counts",
     )
+
+
+def check_size(plan: Plan, cluster: Cluster) -> None:
+    """Refuses a cluster that cannot be the plan's."""
+    if cluster.num_devices != plan.num_ranks:
+        raise PlanError(
+            f"the plan is for {plan.num_ranks} ranks, the cluster has {cluster.num_devices} "
+            "devices",
+            hint="pass the cluster the plan was made for, or none",
+        )
 
 
 def scaled(graph: ModelGraph, counts: Counts) -> ModelGraph:

@@ -58,12 +58,12 @@ class Task:
     def make_optimizer(self, float32: bool) -> OptimizerFactory:
         """The user's optimizer, or AdamW.
 
-        AdamW divides by the gradient's own size, so where a gradient is zero but for rounding,
-        rounding decides the update; in float32 its `eps` must be well above that.
+        AdamW divides by the gradient's own size, so where a gradient is zero but for rounding (the
+        bias of attention's keys), rounding decides the update unless `eps` is well above it.
         """
         if self.optimizer is not None:
             return self.optimizer
-        return partial(torch.optim.AdamW, lr=1e-2, eps=1e-2 if float32 else 1e-8)
+        return partial(torch.optim.AdamW, lr=1e-2, eps=1e-2 if float32 else 1e-5)
 
     def allowed(self, float32: bool) -> float:
         """The tolerance."""
@@ -84,7 +84,6 @@ class Reference:
 
 def run_one_device(task: Task) -> Reference:
     """Trains on one device and writes the truth of every step."""
-    torch.set_num_threads(1)
     before = torch.get_rng_state()
     reference = Reference()
     _train_plainly(task, reference)

@@ -23,6 +23,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from whale.errors import RankError, WhaleError
 
 GRACE_S = 1.0
@@ -181,6 +183,7 @@ def _main(
         end.close()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.environ.update(environment)
+    _on_one_cpu_thread()
     with stacks.open("w") as stacks_file:
         faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=False)
         try:
@@ -199,6 +202,13 @@ def _main(
         sys.stderr.flush()
         # Process groups are not torn down: that is a conversation, and the peers are leaving too.
         os._exit(0)
+
+
+def _on_one_cpu_thread() -> None:
+    """The parent's threads and GPUs are gone after a fork: nothing may reach for them."""
+    torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.cuda.is_available = lambda: False  # optimizers ask, and would start CUDA to be answered
 
 
 def _describe(error: BaseException) -> str:

@@ -129,10 +129,10 @@ def test_orders_in_full() -> None:
 def test_messages_in_full() -> None:
     schedule = pipeline("1f1b", 2, 2, 2)
     assert " ".join(map(str, rank_actions(schedule, 0))) == (
-        "0F0 0SF0>1 0RB0<1 0F1 0SF1>1 0RB1<1 0B0 0B1"
+        "0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1"
     )
     assert " ".join(map(str, rank_actions(schedule, 1))) == (
-        "1RF0<0 1F0 1RF1<0 1B0 1SB0>0 1F1 1B1 1SB1>0"
+        "1RF0<0 1F0 1B0 1SB0>0 1RF1<0 1F1 1B1 1SB1>0"
     )
 
 

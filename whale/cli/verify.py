@@ -1,0 +1,242 @@
+"""`whale verify MODEL --cluster SPEC`: does the plan compute what one device computes?
+
+Place in the flow: a front of `wh.verify`. It finds the model and its batch, and turns the verdict
+into an exit status: 0 equal, 1 not equal, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from whale.errors import ConfigError, PlanError, WhaleError
+from whale.ir.plan import Plan
+from whale.models import gpt
+from whale.runtime import batch as batches
+from whale.verification.check import verify
+
+DEFAULT_ROWS = 8
+_FORMS = "a preset name, or file.py:factory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is verified: a model with one global batch."""
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any, Any], Any] | None
+    note: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"a preset ({', '.join(gpt.presets)}), or file.py:factory, which returns "
+        "(module, batch), (module, batch, loss), or a module that brings its own example inputs",
+    )
+    parser.add_argument(
+        "--cluster", required=True, metavar="SPEC", help="devices to plan for, such as 1x4xCPU"
+    )
+    parser.add_argument(
+        "--plan", metavar="F", help="the plan to try, as JSON (default: planned here)"
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="rows of the global batch")
+    parser.add_argument("--steps", type=int, default=3, metavar="K", help="steps (default 3)")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="seconds for a run (default 120)"
+    )
+    parser.add_argument(
+        "--json", metavar="F", help="write the verdict as JSON; - is standard output"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify; report; 0 when equal, 1 when not."""
+    # Whatever the user's file prints must not get between the JSON on standard output.
+    with contextlib.redirect_stdout(sys.stderr):
+        subject = find_subject(args.model, args.batch)
+        verdict = verify(
+            subject.model,
+            read_plan(args.plan),
+            subject.batch,
+            loss=subject.loss,
+            cluster=args.cluster,
+            steps=args.steps,
+            timeout=args.timeout,
+        )
+    if args.json is not None:
+        text = json.dumps(
+            {"model": args.model, "note": subject.note, **verdict.to_dict()}, indent=2
+        )
+        if args.json == "-":
+            print(text)
+        else:
+            _write(args.json, text + "\n")
+    if args.json != "-":
+        print(verdict)
+        if subject.note:
+            print(f"  model: {subject.note}")
+    if not verdict.ok:
+        print(f"whale verify: {verdict.line}", file=sys.stderr)
+    return 0 if verdict.ok else 1
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--json {path}: {error.strerror}", hint="name a file in a folder that exists, or -"
+        ) from error
+
+
+def read_plan(path: str | None) -> Plan | None:
+    """A plan from its JSON file."""
+    if path is None:
+        return None
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Plan.from_dict(data)
+    except OSError as error:
+        raise PlanError(f"plan {path!r}: {error.strerror}", hint="name a JSON file") from error
+    except WhaleError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(
+            f"plan {path!r} is not a plan: {type(error).__name__}: {error}",
+            hint="write one with `whale plan MODEL --cluster SPEC --json F`",
+        ) from error
+
+
+def find_subject(name: str, rows: int | None) -> Subject:
+    """The model that MODEL names, and a batch for it."""
+    if rows is not None and rows < 1:
+        raise ConfigError(f"--batch {rows}; allowed: 1 or more", hint="raise --batch")
+    if name in gpt.presets:
+        return _preset(name, rows or DEFAULT_ROWS)
+    path, colon, factory = name.rpartition(":")
+    if not colon or not path.endswith(".py") or not factory:
+        raise ConfigError(
+            f"MODEL {name!r}; allowed: {_FORMS}",
+            hint=f"presets: {', '.join(gpt.presets)}; a file: model.py:build",
+        )
+    made = _call(path, factory)
+    model, batch, loss = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{name} returned {type(model).__name__}; allowed: an nn.Module, (module, batch), or "
+            "(module, batch, loss)",
+            hint="return the annotated model",
+        )
+    if batch is None:
+        batch = _own_example(model)
+    if batch is None:
+        raise ConfigError(
+            f"{name} returned no batch, and a model cannot be run without one",
+            hint="return (module, batch) or (module, batch, loss): one global batch, rows in dim 0",
+        )
+    return Subject(model=model, batch=_with_rows(batch, rows), loss=loss)
+
+
+def _call(path: str, factory: str) -> Any:
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"file {path!r} is not there", hint=f"looked for it in {Path.cwd()}")
+    spec = importlib.util.spec_from_file_location(f"whale_user_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Pickles and dataclasses of the user's file look their module up by name.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+        if not callable(getattr(module, factory, None)):
+            names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            raise ConfigError(
+                f"{path} has no function {factory!r}; it has: {', '.join(names) or 'none'}",
+                hint="name a function of the file after the colon",
+            )
+        return getattr(module, factory)()
+    except WhaleError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{path}:{factory} failed: {type(error).__name__}: {error}",
+            hint=f"try it alone: python -c 'import {file.stem}; {file.stem}.{factory}()'",
+        ) from error
+
+
+def _own_example(model: nn.Module) -> Any:
+    """The example inputs a Hugging Face model carries, its tokens also as labels."""
+    example = getattr(model, "dummy_inputs", None)
+    if not isinstance(example, dict) or "input_ids" not in example:
+        return None
+    return {"labels": example["input_ids"], **example}
+
+
+def _with_rows(batch: Any, rows: int | None) -> Any:
+    """The batch cut to `rows`, or its rows repeated."""
+    if rows is None:
+        return batch
+    have = batches.num_rows(batch)
+    index = torch.arange(rows) % have
+    leaves = [
+        leaf[index.to(leaf.device)] if batches.has_rows(leaf, have) else leaf
+        for leaf in batches.leaves(batch)
+    ]
+    return batches.rebuild(batch, leaves)
+
+
+def _preset(name: str, rows: int) -> Subject:
+    """A preset with few, narrow layers: the same modules, quick to compare in float64."""
+    full = gpt.presets[name]
+    small = replace(
+        full,
+        vocab_size=min(full.vocab_size, 61),
+        max_seq_len=8,
+        dim=4 * full.num_heads,
+        num_layers=min(full.num_layers, 4),
+        mlp_dim=None,
+        dropout=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = gpt.GPT(small)
+        shape = (rows, small.max_seq_len)
+        tokens = torch.randint(0, small.vocab_size, shape)
+        labels = torch.randint(0, small.vocab_size, shape)
+    changed = [
+        f"{key} {before} to {after}"
+        for key, before, after in _differences(full, small)
+        if before != after
+    ]
+    return Subject(
+        model=model,
+        batch=(tokens, labels),
+        loss=_next_token_loss,
+        note=f"{name} reduced: {', '.join(changed)}",
+    )
+
+
+def _differences(full: gpt.GPTConfig, small: gpt.GPTConfig) -> list[tuple[str, Any, Any]]:
+    keys = ("vocab_size", "max_seq_len", "dim", "num_layers", "dropout")
+    return [(key, getattr(full, key), getattr(small, key)) for key in keys]
+
+
+def _next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
