@@ -30,6 +30,7 @@ from whale.ir.model_graph import (
     SplitOption,
     TaskGraph,
 )
+from whale.ir.plan import AROUND
 from whale.ir.strategy import Tag
 from whale.runtime import batch as batches
 from whale.runtime.compat import fake_mode, flop_counter
@@ -320,7 +321,7 @@ def _graph(
 
 def _batch_dims(option: SplitOption, first: _Run, second: _Run) -> BatchDims:
     """Where the batch is in what the option's module (for attention: the module around it) reads and makes."""
-    path = option.path if option.rule in ("attention", "multihead") else option.modules[0]
+    path = option.path if option.rule in AROUND else option.modules[0]
     a, b = (run.shapes.get(path, ([], [])) for run in (first, second))
 
     def dims(side: int) -> tuple[int | None, ...]:

@@ -75,9 +75,11 @@ def lower(
     names = CallNames(context)
     shards = _install_splits(plan, rank, modules, groups, context, names)
     _install_norms(plan, rank, local, groups)
-    random = install_randomness(local, captured, context, names, shards)
+    random = install_randomness(
+        local, captured, context, names, shards, whole=len(plan.stages) == 1
+    )
     queue = _install_deferral(plan, local)
-    stages = make_stages(plan, rank, local, captured, loss, outputs, random, device)
+    stages = make_stages(plan, rank, local, captured, loss, outputs, random, device, context)
     trainable = frozenset(n for n, p in params.items() if p.requires_grad)
     mine = set(plan.stages_of(rank))
     grads = GradientBuckets(
@@ -121,6 +123,7 @@ def make_stages(
     outputs: frozenset[str],
     random: KeyedRandom | None,
     device: torch.device,
+    context: StepContext,
 ) -> dict[int, StageModule]:
     """The stages this rank runs."""
     if len(plan.stages) == 1:
@@ -135,7 +138,7 @@ def make_stages(
             hint="make the plan again for this model and batch",
         )
     parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
-    return {s: CutStage(parts[s], local, outputs, random, device) for s in plan.stages_of(rank)}
+    return {s: CutStage(parts[s], local, outputs, random, device, context) for s in plan.stages_of(rank)}
 
 
 def _install_splits(

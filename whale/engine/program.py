@@ -71,6 +71,8 @@ class Op:
     state: tuple[str, ...] = ()
     random: int | None = None
     """Its number among the random operations of the glue."""
+    call: int = 0
+    """How many times the same Layer was called before."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -137,7 +139,7 @@ def run_ops(
     layers: Mapping[str, Callable[..., Any]],
     state: Callable[[str], torch.Tensor],
     device: torch.device,
-    on_random: Callable[[int], None] | None = None,
+    before: Callable[[Op], None],
 ) -> dict[int, torch.Tensor]:
     """Runs `ops` on `values` (changed in place): the user's Layers and the recorded glue between them."""
 
@@ -156,8 +158,7 @@ def run_ops(
     for op in ops:
         fn = layers[op.layer] if op.layer is not None else op.target
         assert fn is not None
-        if op.random is not None and on_random is not None:
-            on_random(op.random)
+        before(op)
         out = fn(*tree_map(op.args, bind), **tree_map(op.kwargs, bind))
         made = tensors_in(out)
         if len(made) != len(op.outputs):
@@ -198,6 +199,7 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
                 pure=a.pure,
                 state=a.state,
                 random=a.random,
+                call=a.call,
             )
         )
     specs = [

@@ -25,6 +25,8 @@ def install_randomness(
     context: StepContext,
     names: CallNames,
     shards: dict[str, Shard],
+    *,
+    whole: bool,
 ) -> KeyedRandom | None:
     """Keys every dropout; gives the mode for functional ones, if the model calls any."""
     for path, module in local.named_modules():
@@ -44,12 +46,47 @@ def install_randomness(
         elif isinstance(module, nn.TransformerEncoderLayer):
             # Its inference shortcut reads the weights as if they were whole.
             module.activation_relu_or_gelu = 0
+    modules = dict(local.named_modules(remove_duplicate=False))
+    calls = _layer_calls(captured)
+    if whole:
+        _count_calls(modules, calls, context)
     if not captured.random:
         return None
-    modules = dict(local.named_modules(remove_duplicate=False))
     for layer in captured.graph.layers:
-        names.watch(layer.path, modules[layer.path])
+        made = sum(1 for path, _ in captured.random if path == layer.path)
+        names.watch(layer.path, modules[layer.path], made // max(1, calls.get(layer.path, 1)))
     return KeyedRandom(names, captured.random)
+
+
+def _layer_calls(captured: Captured) -> dict[str, int]:
+    """How often each Layer is called in one forward."""
+    found: dict[str, int] = {}
+    for op in captured.program.ops if captured.program is not None else ():
+        if op.layer is not None:
+            found[op.layer] = found.get(op.layer, 0) + 1
+    return found
+
+
+def _count_calls(
+    modules: dict[str, nn.Module], calls: dict[str, int], context: StepContext
+) -> None:
+    """Where the user's own forward runs, Layers called more than once number their calls themselves."""
+    for path, times in calls.items():
+        if times < 2:
+            continue
+        seen: dict[str, Any] = {"position": None, "calls": 0}
+
+        def enter(*_: Any, seen: dict[str, Any] = seen) -> None:
+            position = (context.step, context.micro_batch)
+            seen["calls"] = seen["calls"] + 1 if seen["position"] == position else 0
+            seen["position"] = position
+            context.enter_layer(seen["calls"])
+
+        def leave(*_: Any) -> None:
+            context.enter_layer(0)
+
+        modules[path].register_forward_pre_hook(enter, prepend=True)
+        modules[path].register_forward_hook(leave, always_call=True)
 
 
 def _key_multihead(
@@ -73,6 +110,7 @@ def _key_multihead(
 
     def drop(x: torch.Tensor, p: float) -> torch.Tensor:
         key = key_of(context.seed, context.step, *names.next())
+        key = key_of(key, context.layer_call, "call", 0)
         sharded = (1, shard.low, shard.cuts[-1]) if shard is not None else None
         return x * position_mask(x, p, key, context, 0, sharded) * (1.0 / (1.0 - p))
 

@@ -19,6 +19,7 @@ from whale.errors import CaptureError
 from whale.nn.column_shard import plain
 from whale.nn.randomness import KeyedRandom
 from whale.runtime import batch as batches
+from whale.runtime.context import StepContext
 from whale.runtime.executor import Outcome
 from whale.runtime.means import MeanTracker
 
@@ -169,8 +170,10 @@ class CutStage:
         outputs: frozenset[str],
         random: KeyedRandom | None,
         device: torch.device,
+        context: StepContext,
     ) -> None:
         self.part, self.outputs, self.device = part, outputs, device
+        self.context = context
         self.random = random
         self.incoming, self.outgoing = part.incoming, part.outgoing
         self.has_loss = part.result is not None
@@ -179,6 +182,13 @@ class CutStage:
         self.model = model
         last_layer = max((i for i, op in enumerate(part.ops) if op.layer is not None), default=0)
         self.tail = last_layer if self.has_loss else len(part.ops)
+
+    def _before(self, op: Op) -> None:
+        """Tells keyed dropout where in the whole model's forward this stage is."""
+        if op.layer is not None:
+            self.context.enter_layer(op.call)
+        elif op.random is not None and self.random is not None:
+            self.random.names.at(op.random)
 
     def _state(self, name: str) -> torch.Tensor:
         owner, _, leaf = name.rpartition(".")
@@ -193,9 +203,8 @@ class CutStage:
         tracker = MeanTracker()
         random = self.random if self.model.training else None
         with random or nullcontext():
-            number = random.names.at if random is not None else None
             ops = self.part.ops
-            shared = (rows, self.layers, self._state, self.device, number)
+            shared = (rows, self.layers, self._state, self.device, self._before)
             run_ops(ops[: self.tail], values, *shared)
             with tracker:
                 run_ops(ops[self.tail :], values, *shared)

@@ -200,6 +200,7 @@ class Step:
                 frozenset(self._outputs),
                 None,
                 self._lowered.device,
+                self._lowered.context,
             )
         return self._evaluating
 

@@ -147,6 +147,7 @@ class GlueTracer(TorchFunctionMode):
                 pure=pure,
                 state=names,
                 random=self._glue_number() if random else None,
+                call=sum(1 for op in self.program.ops if layer is not None and op.layer == layer),
             )
         )
 

@@ -17,6 +17,8 @@ from whale.ir.sharding import WHOLE, DimSharding, Piece
 from whale.ir.virtual_device import VirtualDevice
 
 SCHEMA = 1
+# Rules whose module reads the batch size in its own code: a bridge along rows goes around all of it.
+AROUND = ("attention", "multihead")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class SplitLayer:
     @property
     def around(self) -> bool:
         """Whether a bridge along rows goes around its whole module, whose code reads the batch size."""
-        return self.rule in ("attention", "multihead")
+        return self.rule in AROUND
 
     def cuts_of(self, replica: int) -> tuple[int, ...]:
         """All cut points of one replica."""

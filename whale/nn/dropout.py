@@ -75,7 +75,7 @@ class KeyedDropout:
     ) -> None:
         self.module, self.name, self.context, self.batch_dim = module, name, context, batch_dim
         self.sharded: tuple[int, int] | None = None
-        self._position: tuple[int, int, int] = (-1, -1, -1)
+        self._position: tuple[int, ...] = ()
         self._calls = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,10 +83,11 @@ class KeyedDropout:
         if not self.module.training or p == 0.0:
             return x
         context = self.context
-        position = (context.step, context.stage, context.micro_batch)
+        position = (context.step, context.stage, context.micro_batch, context.layer_entry)
         if position != self._position:
             self._position, self._calls = position, 0
         key = key_of(context.seed, context.step, self.name, self._calls)
+        key = key_of(key, context.layer_call, "call", 0)
         self._calls += 1
         if p == 1.0:
             return x * 0

@@ -46,11 +46,14 @@ class CallNames:
         self.next()
         self._calls[""] = number
 
-    def watch(self, path: str, layer: nn.Module) -> None:
-        """Follows a Layer in and out."""
+    def watch(self, path: str, layer: nn.Module, per_call: int) -> None:
+        """Follows a Layer in and out; it makes `per_call` random calls each time."""
 
         def enter(*_: Any) -> None:
+            self.next()
             self.layer = path
+            # A Layer called again, maybe in a later stage, goes on where its first call stopped.
+            self._calls[path] = self.context.layer_call * per_call
 
         def leave(*_: Any) -> None:
             self.layer = ""

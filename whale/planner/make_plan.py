@@ -33,6 +33,7 @@ def make_plan(
     refusal: CaptureError | None = None,
 ) -> Plan:
     """A plan for `graph` on `cluster`. `refusal` is why the glue could not be traced, if it could not."""
+    model_hash = graph.hash
     graph = _auto_stages(graph, config)
     placement = place(graph, cluster, config)
     if len(placement.stages) > 1 and not graph.nodes:
@@ -52,7 +53,7 @@ def make_plan(
         != placement.stage_devices[stage_of_taskgraph[t.index]]
     ]
     plan = Plan(
-        model_hash=graph.hash,
+        model_hash=model_hash,
         num_ranks=cluster.num_devices,
         device_types=tuple(device.type for device in cluster.devices),
         batch_rows=batch_rows,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from whale.errors import AnnotationError
 from whale.ir.model_graph import ModelGraph, SplitOption, TaskGraph
-from whale.ir.plan import Home, SplitLayer
+from whale.ir.plan import AROUND, Home, SplitLayer
 from whale.ir.sharding import apportion, cuts
 from whale.ir.virtual_device import VirtualDevice
 
@@ -71,8 +71,14 @@ def choose_splits(
 
 
 def _has_rows(option: SplitOption) -> bool:
-    """Whether a bridge along rows can go around it: something it reads has rows, in dim 0."""
-    return 0 in option.dims[0] and set(option.dims[0]) | set(option.dims[1]) <= {0, None}
+    """Whether a bridge along rows can go around it: what it reads has rows, in dim 0.
+
+    Attention with a second input that has rows (a mask) is left whole: models drop a mask that hides nothing,
+    each rank by its own rows, and the ranks would no longer gather the same tensors.
+    """
+    dims = set(option.dims[0]) | set(option.dims[1])
+    inputs = option.dims[0].count(0)
+    return dims <= {0, None} and (inputs == 1 if option.rule in AROUND else inputs > 0)
 
 
 def _read_whole(

@@ -128,8 +128,31 @@ class Groups:
                 name = f"{self.prefix}/{group.name}"
                 _open[name] = Communicator(name, group.ranks, rank, made)
                 self.by_ranks.setdefault(group.ranks, name)
+        if native:
+            self._warm_up(plan)
         self.by_ranks.setdefault((rank,), f"{self.prefix}/self")
         _open[f"{self.prefix}/self"] = Communicator(f"{self.prefix}/self", (rank,), rank, None)
+
+    def _warm_up(self, plan: Plan) -> None:
+        """Connects every communicator now, in the plan's order.
+
+        NCCL connects at first use, which blocks the host and waits for the device: in the middle of a schedule,
+        with messages in flight, that deadlocks.
+        """
+        token = torch.zeros(1, device="cuda")
+        for group in plan.groups:
+            if self.rank not in group.ranks:
+                continue
+            if group.name.startswith("p2p:"):
+                source, _, target = group.name.removeprefix("p2p:").partition(">")
+                channel = self.channels[int(source), int(target)]
+                if self.rank == int(source):
+                    dist.send(token, int(target), group=channel)
+                else:
+                    dist.recv(token, int(source), group=channel)
+            else:
+                dist.all_reduce(token, group=_open[f"{self.prefix}/{group.name}"].group)
+            torch.cuda.synchronize()
 
     def name_of(self, ranks: tuple[int, ...]) -> str:
         """The group of exactly these ranks."""
