@@ -4,8 +4,6 @@ python examples/three_d_plain.py
 whale launch -n 8 examples/three_d.py
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -17,15 +15,19 @@ def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-wh.init(wh.Config(pipeline={"num_micro_batch": 4}))
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+wh.init({"pipeline.num_micro_batch": 4})
 torch.manual_seed(0)
 model = GPT(GPTConfig(vocab_size=64, max_seq_len=32, dim=64, num_layers=4, num_heads=4))
 tokens = torch.randint(64, (8, 33))
 x, y = tokens[:, :-1], tokens[:, 1:]
-optimizer = partial(torch.optim.AdamW, lr=1e-3)
-first, second = (wh.stage(), wh.split(2)), (wh.stage(), wh.split(2))
+first = (wh.stage(), wh.split(2))
+second = (wh.stage(), wh.split(2))
 wh.annotate(model, {"*_embedding|blocks.[01]": first, "blocks.[23]|norm|lm_head": second})
-step = wh.parallelize(model, optimizer=optimizer, loss=cross_entropy, batch=(x, y))
+step = wh.parallelize(model, optimizer=adamw, loss=cross_entropy, batch=(x, y))
 
 for i in range(10):
     loss = step((x, y))["loss"]

@@ -16,12 +16,12 @@ BATCH_SIZE = 16
 SEQ_LEN = 128
 
 
-def load_text() -> tuple[torch.Tensor, int]:
-    """The text as a vector of character numbers, and how many characters there are."""
+def load_text() -> tuple[torch.Tensor, str]:
+    """The text as a vector of character numbers, and the characters they stand for."""
     text = files("whale").joinpath("presets/data/moby_dick.txt").read_text(encoding="utf-8")
-    characters = sorted(set(text))
+    characters = "".join(sorted(set(text)))
     number = {character: i for i, character in enumerate(characters)}
-    return torch.tensor([number[character] for character in text]), len(characters)
+    return torch.tensor([number[character] for character in text]), characters
 
 
 def batches(data: torch.Tensor, steps: int):
@@ -43,17 +43,20 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def make_model(vocab_size: int) -> GPT:
+    return GPT(
+        GPTConfig(vocab_size=vocab_size, max_seq_len=SEQ_LEN, dim=192, num_layers=4, num_heads=6)
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
 
     torch.manual_seed(0)
-    data, vocab_size = load_text()
-    config = GPTConfig(
-        vocab_size=vocab_size, max_seq_len=SEQ_LEN, dim=192, num_layers=4, num_heads=6
-    )
-    model = GPT(config)
+    data, characters = load_text()
+    model = make_model(len(characters))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: warmup_cosine(i, steps))
 

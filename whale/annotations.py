@@ -1,8 +1,8 @@
-"""The primitives: `replicate`, `split`, `stage`, `pipeline`, `cluster`, as scopes, functions or patterns.
+"""The primitives: `replicate`, `split`, `stage`, `pipeline`, `cluster`.
 
-Place in the flow: the first thing a user touches. A primitive writes an immutable tag on each module
-(`module.__dict__["_whale_tag"]`), which survives deepcopy, pickle and the meta device; nothing else happens
-until `wh.parallelize`. Paper section 3, Table 1.
+Place in the flow: the first thing a user touches. A primitive writes an immutable tag on each
+module (`module.__dict__["_whale_tag"]`), which survives deepcopy, pickle and the meta device;
+nothing else happens until `wh.parallelize`. Paper section 3, Table 1.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def _caller() -> str:
 
 
 class _ModuleInit:
-    """Tags modules as they are constructed, while at least one scope (or a default strategy) is open.
+    """Tags modules as they are built, while a scope or a default strategy is open.
 
-    `nn.Module.__init__` is wrapped only for that time and put back after: torch's own registration hooks
-    miss a module that is built in a scope and attached outside it.
+    `nn.Module.__init__` is wrapped only for that time and put back after: torch's own registration
+    hooks miss a module that is built in a scope and attached outside it.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _ModuleInit:
                 if tag:
                     module.__dict__[TAG] = tag
 
-            nn.Module.__init__ = tagging  # type: ignore[method-assign]
+            nn.Module.__init__ = tagging  # type: ignore[method-assign,assignment]
 
     def release(self) -> None:
         self.users -= 1
@@ -83,7 +83,7 @@ def tag_of(module: nn.Module) -> Tag:
 
 
 class Primitive:
-    """One primitive: `with` tags what is built inside, a call tags a module, `annotate` takes it as a value."""
+    """One primitive: a scope, a function on a module, or a value for `annotate`."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -104,11 +104,15 @@ class Primitive:
         _ambient.reset(self._tokens.pop())
 
     def __call__(self, module: ModuleT) -> ModuleT:
-        """Tags `module` and everything in it, in place; scopes already inside it stay the inner ones."""
+        """Tags `module` and everything in it, in place.
+
+        Scopes already inside it stay the inner ones.
+        """
         if not isinstance(module, nn.Module):
             raise AnnotationError(
                 f"{self.scope} was called on {type(module).__name__}, it tags an nn.Module",
-                hint=f"write `with wh.{self.scope.kind}(...):` around the construction, or pass a module",
+                hint=f"write `with wh.{self.scope.kind}(...):` around the construction, or pass a "
+                "module",
                 where=self.scope.where,
             )
         outer = (*_ambient.get(), self._fresh())
@@ -141,7 +145,10 @@ def _devices(kind: str, count: int | DeviceSlice | None, where: str) -> dict[str
 def replicate(
     device_count: int | DeviceSlice | None = None, *, name: str | None = None
 ) -> Primitive:
-    """A data parallel TaskGraph: every device of it holds the whole and takes a share of the rows."""
+    """A data parallel TaskGraph.
+
+    Every device of it holds the whole and takes a share of the rows.
+    """
     where = _caller()
     devices = _devices("replicate", device_count, where)
     return Primitive(Scope(kind="replicate", uid=-1, where=where, name=name, **devices))
@@ -229,7 +236,10 @@ def ambient_cluster() -> ClusterLayout | None:
 
 
 def discover() -> Cluster:
-    """The devices that are there: one per rank of the running job, or this machine's GPUs, or one CPU."""
+    """The devices that are there.
+
+    One per rank of the running job, or this machine's GPUs, or one CPU.
+    """
     num_ranks = int(os.environ.get("WORLD_SIZE", "0"))
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks or 1))
     num_ranks = num_ranks or max(1, torch.cuda.device_count())
@@ -262,10 +272,11 @@ Entry = Primitive | Iterable[Primitive]
 def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
     """Tags modules by path pattern, without touching the model's code; returns the model.
 
-    Each entry is one TaskGraph of all modules its pattern matches. Patterns are globs on module paths in
-    which `*` does not cross a dot and `[...]` is a set; alternatives are joined by `|`; `""` is the root. A tuple
-    of primitives nests them, outermost first: `{"decoder.*": (wh.stage(), wh.split(2))}`. Where two
-    entries match, the one that matched deeper in the tree is the inner one.
+    Each entry is one TaskGraph of all modules its pattern matches. Patterns are globs on module
+    paths in which `*` does not cross a dot and `[...]` is a set; alternatives are joined by `|`;
+    `""` is the root. A tuple of primitives nests them, outermost first: `{"decoder.*": (wh.stage(),
+    wh.split(2))}`. Where two entries match, the one that matched deeper in the tree is the inner
+    one.
     """
     where = _caller()
     paths = {path: module for path, module in model.named_modules(remove_duplicate=False)}

@@ -1,7 +1,7 @@
 """The errors a user can meet. Each says what is wrong, both values, what is allowed, then `hint:`.
 
-Place in the flow: below everything; every other module may raise these. A `ValueError` subclass is the
-user's to fix, an `assert` anywhere else is a bug of ours.
+Place in the flow: below everything; every other module may raise these. A `ValueError` subclass is
+the user's to fix, an `assert` anywhere else is a bug of ours.
 """
 
 from __future__ import annotations

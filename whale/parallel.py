@@ -1,7 +1,8 @@
 """READ FIRST: the whole system in one function: capture -> plan -> check -> lower -> run.
 
-`wh.parallelize` is what a training script calls; `wh.plan` is its first half, on any machine. This is where the
-torch-free side (planner) and the torch side (engine) meet, through two values: a ModelGraph and a Plan.
+`wh.parallelize` is what a training script calls; `wh.plan` is its first half, on any machine. This
+is where the torch-free side (planner) and the torch side (engine) meet, through two values: a
+ModelGraph and a Plan.
 """
 
 from __future__ import annotations
@@ -47,13 +48,11 @@ class _Session:
 _session = _Session()
 
 
-def init(
-    config: Config | Mapping[str, Any] | None = None, *, device: str | None = None
-) -> None:
+def init(config: Config | Mapping[str, Any] | None = None, *, device: str | None = None) -> None:
     """Joins the process group when launched by torchrun or `whale launch`, else stays one process.
 
-    `config` becomes the Config of every `parallelize` that gets none of its own. `device` is `"cpu"` or `"cuda"`;
-    default: CUDA where there is any.
+    `config` becomes the Config of every `parallelize` that gets none of its own. `device` is
+    `"cpu"` or `"cuda"`; default: CUDA where there is any.
     """
     if device is not None:
         _session.device = device
@@ -93,7 +92,8 @@ def parallelize(
 
     Args:
         model: Any nn.Module; it is not changed. On the meta device it is initialised by Whale.
-        optimizer: A factory called with `[(name, parameter), ...]`, for example `partial(torch.optim.AdamW, lr=1e-4)`.
+        optimizer: A factory called with `[(name, parameter), ...]`, for example
+            `partial(torch.optim.AdamW, lr=1e-4)`.
         batch: One global batch (dim 0 is the batch); its shapes are what matters.
         loss: `loss(output, target)`, or None when the model returns its loss.
         config: A Config or a mapping of dotted keys; default: the one given to `wh.init`.
@@ -109,7 +109,8 @@ def parallelize(
     if plan.num_ranks != num_ranks:
         raise PlanError(
             f"the plan is for {plan.num_ranks} ranks, this job has {num_ranks}",
-            hint=f"start it with `whale launch -n {plan.num_ranks}`, or plan for {num_ranks} devices",
+            hint=f"start it with `whale launch -n {plan.num_ranks}`, or plan for {num_ranks} "
+            "devices",
         )
     if settings.check_parts:
         check_parts(model, batch, loss)
@@ -149,15 +150,13 @@ def plan(
     loss: Callable[[Any, Any], Any] | None = None,
     config: Config | Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The Plan `parallelize` would run, for any cluster, on this machine, without touching a device."""
+    """The Plan `parallelize` would run, for any cluster, without touching a device."""
     captured = capture(model, batch, loss)
     return _plan(captured, _cluster(cluster), _config(config), batches.num_rows(batch))
 
 
 def _plan(captured: Captured, cluster: Cluster, config: Config, rows: int) -> Plan:
-    return make_plan(
-        captured.graph, cluster, config, batch_rows=rows, refusal=captured.refusal
-    )
+    return make_plan(captured.graph, cluster, config, batch_rows=rows, refusal=captured.refusal)
 
 
 def _config(config: Config | Mapping[str, Any] | None) -> Config:

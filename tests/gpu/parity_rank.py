@@ -1,10 +1,14 @@
-"""One virtual GPU's part of the NCCL parity run: trains every layout of its size in float32, in one process.
+"""One virtual GPU's part of the NCCL parity run.
 
-Run by `benchmarks/parity_gpu.py` and `test_parity.py` through `benchmarks.virtual_gpus.start_ranks`. Rank 0 trains
-the reference in float64 on the CPU from the same (float32) weights and prints one JSON line per layout.
+Trains every layout of its size in float32, in one process.
 
-Tolerances are for float32: 2e-5 on the loss, 1e-3 on gradients and weights. AdamW's eps is 1e-4 here: with the usual
-1e-8 a gradient that is zero but for rounding would be blown up to a full step on either side.
+Run by `benchmarks/parity_gpu.py` and `test_parity.py` through
+`benchmarks.virtual_gpus.start_ranks`. Rank 0 trains the reference in float64 on the CPU from the
+same (float32) weights and prints one JSON line per layout.
+
+Tolerances are for float32: 2e-5 on the loss, 1e-3 on gradients and weights. AdamW's eps is 1e-4
+here: with the usual 1e-8 a gradient that is zero but for rounding would be blown up to a full step
+on either side.
 """
 
 from __future__ import annotations

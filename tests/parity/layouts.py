@@ -1,4 +1,7 @@
-"""The layouts of the parity matrix: how each annotates a model, on how many ranks, with what settings."""
+"""The layouts of the parity matrix.
+
+How each annotates a model, on how many ranks, with what settings.
+"""
 
 from __future__ import annotations
 
@@ -124,9 +127,13 @@ LAYOUTS: dict[str, Layout] = {
         Layout("1f1b", 3, staged(_none, _none, _none), pipeline("1f1b", 4)),
         Layout("interleaved", 2, staged(*(_none,) * 4), pipeline("interleaved", 4)),
         Layout("zero-bubble", 3, staged(_none, _none, _none), pipeline("zero-bubble", 4)),
-        Layout(
-            "data-tensor", 4, whole(lambda: wh.replicate(4), lambda: wh.split(2)), nested=True
+        *(
+            Layout(
+                f"{kind}-uneven", 4, staged(*(_none,) * n), pipeline(kind, 3), (2.0, 1.0, 1.0, 3.0)
+            )
+            for kind, n in (("gpipe", 2), ("1f1b", 2), ("interleaved", 4), ("zero-bubble", 2))
         ),
+        Layout("data-tensor", 4, whole(lambda: wh.replicate(4), lambda: wh.split(2)), nested=True),
         Layout(
             "data-tensor-uneven",
             4,
@@ -144,7 +151,9 @@ LAYOUTS: dict[str, Layout] = {
             (2.0, 1.0, 1.0, 1.0),
             nested=True,
         ),
-        Layout("data-zero-bubble", 4, staged(_none, _none), pipeline("zero-bubble", 3), nested=True),
+        Layout(
+            "data-zero-bubble", 4, staged(_none, _none), pipeline("zero-bubble", 3), nested=True
+        ),
         Layout("pipeline-tensor", 4, staged(_none, _split), pipeline("1f1b", 3), nested=True),
         Layout(
             "pipeline-tensor-uneven",
@@ -169,9 +178,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout("head-part", 4, head(lambda: wh.split(2)), nested=True),
         Layout("colocated", 2, mixed_blocks, M3, nested=True),
         Layout("colocated-uneven", 3, mixed_blocks, M2, (1.0, 2.0, 1.0), nested=True),
-        Layout(
-            "widths", 3, staged(_replicate(1), _replicate(2)), pipeline("1f1b", 3), nested=True
-        ),
+        Layout("widths", 3, staged(_replicate(1), _replicate(2)), pipeline("1f1b", 3), nested=True),
         Layout(
             "widths-tensor",
             5,

@@ -1,1 +1,1 @@
-"""From an annotated module to a ModelGraph (capture), and from a Plan to this rank's program (lower)."""
+"""From an annotated module to a ModelGraph, and from a Plan to this rank's program."""

@@ -1,8 +1,8 @@
 """Capture: an annotated module and a batch's shapes -> ModelGraph, on fake tensors.
 
-Place in the flow: first step of `wh.parallelize`. Weights take no memory here, whatever the model's size.
-The model runs twice, with 2 and with 3 rows: what differs between the two tells the batch dim of every
-value, the FLOPs per row, and the constants of the glue that grow with the batch.
+Place in the flow: first step of `wh.parallelize`. Weights take no memory here, whatever the model's
+size. The model runs twice, with 2 and with 3 rows: what differs between the two tells the batch dim
+of every value, the FLOPs per row, and the constants of the glue that grow with the batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from whale.engine.layers import find_layers, layer_tags
+from whale.engine.match import split_options
 from whale.engine.program import Program, merge, tensors_in, tree_map
-from whale.engine.rules import split_options
 from whale.engine.trace import GlueTracer, RandomCall, add_constants
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
@@ -32,6 +32,7 @@ from whale.ir.model_graph import (
 )
 from whale.ir.plan import AROUND
 from whale.ir.strategy import Tag
+from whale.nn.forwards import replace_forward
 from whale.runtime import batch as batches
 from whale.runtime.compat import fake_mode, flop_counter
 
@@ -137,7 +138,7 @@ def _run(
         for path, layer in find_layers(fake).items():
             if path in split_layers:
                 _watch_inputs(path, layer, run)
-            layer.forward = _watched(path, layer, tracer, counter, run, split_layers, names)  # type: ignore[method-assign]
+            replace_forward(layer, _watched(path, layer, tracer, counter, run, split_layers, names))
         with counter:
             if traced:
                 with tracer:
@@ -183,7 +184,7 @@ def _watched(
                     with _Paused(tracer):
                         run.options[path] = split_options(path, layer, args, kwargs, names)
                 finally:
-                    layer.forward = inner  # type: ignore[method-assign]
+                    replace_forward(layer, inner)
         return out
 
     return watched
@@ -198,7 +199,7 @@ def _watch_dropouts(fake: nn.Module, run: _Run) -> None:
                 run.dropouts.setdefault(path, tuple(x.shape))
                 return x.view_as(x)
 
-            module.forward = look  # type: ignore[method-assign]
+            replace_forward(module, look)
 
 
 def _watch_inputs(path: str, layer: nn.Module, run: _Run) -> None:
@@ -262,7 +263,8 @@ def _random_calls(
     for a, b in zip(first, second, strict=False):
         if a.shape is None or b.shape is None:
             warnings.warn(
-                f"{a.layer or 'the glue'} calls {a.name}: its random numbers will depend on the layout",
+                f"{a.layer or 'the glue'} calls {a.name}: its random numbers will depend on the "
+                "layout",
                 stacklevel=2,
             )
             continue
@@ -320,7 +322,10 @@ def _graph(
 
 
 def _batch_dims(option: SplitOption, first: _Run, second: _Run) -> BatchDims:
-    """Where the batch is in what the option's module (for attention: the module around it) reads and makes."""
+    """Where the batch is in what the option's module (for attention.
+
+    The module around it) reads and makes.
+    """
     path = option.path if option.rule in AROUND else option.modules[0]
     a, b = (run.shapes.get(path, ([], [])) for run in (first, second))
 
@@ -330,7 +335,16 @@ def _batch_dims(option: SplitOption, first: _Run, second: _Run) -> BatchDims:
     return dims(0), dims(1)
 
 
-_KEEPS_COLUMNS = {"view", "reshape", "flatten", "float", "double", "to", "contiguous", "__getitem__"}
+_KEEPS_COLUMNS = {
+    "view",
+    "reshape",
+    "flatten",
+    "float",
+    "double",
+    "to",
+    "contiguous",
+    "__getitem__",
+}
 
 
 def _joined(option: SplitOption, path: str, program: Program | None) -> str:
@@ -359,8 +373,8 @@ def _changed(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
 def _taskgraphs(order: list[str], tags: dict[str, Tag]) -> list[tuple[Tag, list[str]]]:
     """TaskGraphs in execution order; a Layer without a tag stays with the TaskGraph before it.
 
-    Untagged Layers before the first tagged one join it, unless that one is a bare `split`: then they are a
-    data parallel TaskGraph of their own on the same devices.
+    Untagged Layers before the first tagged one join it, unless that one is a bare `split`: then
+    they are a data parallel TaskGraph of their own on the same devices.
     """
     groups: list[tuple[Tag, list[str]]] = []
     current: tuple[Tag, list[str]] | None = None

@@ -1,7 +1,7 @@
 """Gatherer: the whole model's tensors out of the ranks' pieces, under the user's own names.
 
-Place in the flow: behind `Step.state_dict` and `Step.gradients`. Every rank knows from the plan who owns what, so
-pieces are broadcast one by one and nothing about them has to be said first.
+Place in the flow: behind `Step.state_dict` and `Step.gradients`. Every rank knows from the plan who
+owns what, so pieces are broadcast one by one and nothing about them has to be said first.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Paths of the Layers in registration order.
 
-    A module is taken apart when its inside carries different tags, when it is a container, or when it holds a
-    ModuleList (repeated blocks) or a Sequential of composite modules; an element of a ModuleList is a
-    block and stays whole unless tags cut it.
+    A module is taken apart when its inside carries different tags, when it is a container, or when
+    it holds a ModuleList (repeated blocks) or a Sequential of composite modules; an element of a
+    ModuleList is a block and stays whole unless tags cut it.
     """
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
@@ -42,7 +42,8 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
 
     look(model, "", False)
     if list(found) == [""] and not _mixed(model) and next(model.children(), None) is not None:
-        # A plain model without blocks: its children are the Layers, unless its own parameters tie it together.
+        # A plain model without blocks: its children are the Layers, unless its own parameters tie
+        # it together.
         found = {name: child for name, child in model.named_children()}
     return found
 

@@ -1,4 +1,6 @@
-"""lower: a Plan and the user's module -> this rank's program: weights cut, rules installed, stages, groups.
+"""lower: a Plan and the user's module -> this rank's program.
+
+Weights cut, rules installed, stages, groups.
 
 Place in the flow: last step of `wh.parallelize`. It never searches: every choice is in the Plan.
 """
@@ -25,6 +27,7 @@ from whale.ir.plan import Plan
 from whale.ir.sharding import Piece
 from whale.nn.batch_norm import SyncedBatchNorm
 from whale.nn.deferred import WeightQueue
+from whale.nn.forwards import replace_forward
 from whale.nn.randomness import CallNames, KeyedRandom
 from whale.nn.shard import Shard
 from whale.nn.sharded import RowsAround, can_defer, defer_weights
@@ -138,7 +141,9 @@ def make_stages(
             hint="make the plan again for this model and batch",
         )
     parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
-    return {s: CutStage(parts[s], local, outputs, random, device, context) for s in plan.stages_of(rank)}
+    return {
+        s: CutStage(parts[s], local, outputs, random, device, context) for s in plan.stages_of(rank)
+    }
 
 
 def _install_splits(
@@ -149,7 +154,10 @@ def _install_splits(
     context: StepContext,
     names: CallNames,
 ) -> dict[str, Shard]:
-    """Puts the sharded forwards in place; gives the Shard of every dropout or attention inside one."""
+    """Puts the sharded forwards in place.
+
+    Gives the Shard of every dropout or attention inside one.
+    """
     inside: dict[str, Shard] = {}
     for taskgraph in plan.taskgraphs:
         device = taskgraph.virtual_device
@@ -172,7 +180,9 @@ def _install_splits(
             install(split.rule, split.path, split.modules, shard, modules)
             if around and rows is not None:
                 outer = modules[split.path]
-                outer.forward = RowsAround(outer.forward, shard.group, index, rows, split.dims)  # type: ignore[method-assign]
+                replace_forward(
+                    outer, RowsAround(outer.forward, shard.group, index, rows, split.dims)
+                )
             inside.update(dict.fromkeys(split.inside, shard))
             if split.around:
                 inside[split.path] = shard
@@ -191,7 +201,10 @@ def _install_deferral(plan: Plan, local: nn.Module) -> WeightQueue | None:
 
 
 def _skippable(plan: Plan, local: nn.Module, stages: set[int]) -> frozenset[int]:
-    """Stages in which replicas do not wait for each other: no batch norm, no split across replicas."""
+    """Stages in which replicas do not wait for each other.
+
+    No batch norm, no split across replicas.
+    """
     joined = {
         t.stage
         for t in plan.taskgraphs
@@ -216,9 +229,10 @@ def _install_norms(plan: Plan, rank: int, local: nn.Module, groups: Groups) -> N
         if mine.leads != mine.ranks:
             raise PlanError(
                 f"batch norm {path} is in stage {stage}, whose replicas have different widths",
-                hint="give its replicas the same number of devices, or keep batch norm out of the split",
+                hint="give its replicas the same number of devices, or keep batch norm out of the "
+                "split",
             )
-        module.forward = SyncedBatchNorm(module, groups.name_of(mine.ranks))  # type: ignore[method-assign]
+        replace_forward(module, SyncedBatchNorm(module, groups.name_of(mine.ranks)))
 
 
 def stage_of_module(plan: Plan, path: str) -> int:

@@ -1,7 +1,7 @@
-"""Parts against whole: is this model's loss one that can be computed in parts? Tried at build time on real rows.
+"""Parts against whole: can this model's loss be computed in parts? Tried at build time.
 
-Place in the flow: called by `wh.parallelize` before lowering. A loss that does not come out the same when the
-rows are computed apart is refused here, never silently weighed (design, decision 5).
+Place in the flow: called by `wh.parallelize` before lowering. A loss that does not come out the
+same when the rows are computed apart is refused here, never silently weighed (design, decision 5).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROWS = 4
 
 
 def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None:
-    """Compares the loss of a few rows with the same rows in two parts, in eval mode, without gradients.
+    """Compares the loss of a few rows with that of the same rows in two parts.
 
     A model on the meta device has no values yet and is not tried.
     """
@@ -49,7 +49,8 @@ def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None
         raise WhaleError(
             f"the loss of {rows} rows is {total / max(count, 1e-12):.6g} computed at once and "
             f"{apart / max(counted, 1e-12):.6g} in two parts",
-            hint="average with a torch loss (F.cross_entropy, F.mse_loss, Tensor.mean, ...), which Whale weighs by its "
+            hint="average with a torch loss (F.cross_entropy, F.mse_loss, Tensor.mean, ...), "
+            "which Whale weighs by its "
             "count; set Config check_parts=False only if rows interact on purpose",
         )
 

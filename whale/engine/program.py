@@ -1,8 +1,9 @@
-"""Program: the glue between Layers as a list of operations that can be cut into stages and run again.
+"""Program: the glue between Layers as operations that can be cut into stages.
 
-Place in the flow: made by `engine.trace`, cut by `engine.stages`. It is a few plain classes rather than an
-`fx.Graph` because glue passes arbitrary Python objects (configs, caches, slices) between Layers, which fx
-cannot print as code, and because shape constants that grow with the batch become `Rows` expressions here.
+Place in the flow: made by `engine.trace`, cut by `engine.stages`. It is a few plain classes rather
+than an `fx.Graph` because glue passes arbitrary Python objects (configs, caches, slices) between
+Layers, which fx cannot print as code, and because shape constants that grow with the batch become
+`Rows` expressions here.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSpec:
-    """Shape and dtype of a value; `shape[batch_dim]` is `rows * factor` (batch_dim None: no batch in it)."""
+    """Shape and dtype of a value; `shape[batch_dim]` is `rows * factor` (batch_dim None.
+
+    No batch in it).
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,7 +102,7 @@ def is_tree(value: Any) -> bool:
 
 
 def tree_map(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """Rebuilds nested tuples, lists, dicts, slices and mapping-like outputs with `fn` on the leaves."""
+    """Rebuilds nested tuples, lists, dicts and slices with `fn` on the leaves."""
     if isinstance(value, torch.Size):
         return tuple(fn(v) for v in value)
     if isinstance(value, tuple):
@@ -141,7 +145,10 @@ def run_ops(
     device: torch.device,
     before: Callable[[Op], None],
 ) -> dict[int, torch.Tensor]:
-    """Runs `ops` on `values` (changed in place): the user's Layers and the recorded glue between them."""
+    """Runs `ops` on `values` (changed in place).
+
+    The user's Layers and the recorded glue between them.
+    """
 
     def bind(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
@@ -151,7 +158,8 @@ def run_ops(
         if isinstance(leaf, State):
             return state(leaf.name)
         if isinstance(leaf, torch.device):
-            # The trace ran on fake CPU tensors: a device in glue (`device=x.device`) is this rank's own.
+            # The trace ran on fake CPU tensors: a device in glue (`device=x.device`) is this rank's
+            # own.
             return device
         return leaf
 
@@ -163,7 +171,8 @@ def run_ops(
         made = tensors_in(out)
         if len(made) != len(op.outputs):
             raise CaptureError(
-                f"{op.where}: {op.layer or op.target} gave {len(made)} tensors, {len(op.outputs)} when traced",
+                f"{op.where}: {op.layer or op.target} gave {len(made)} tensors, {len(op.outputs)} "
+                "when traced",
                 hint="what a Layer returns must not depend on the values of the batch",
             )
         values.update(zip(op.outputs, made, strict=True))
@@ -171,10 +180,14 @@ def run_ops(
 
 
 def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
-    """One program for every number of rows, out of traces at two: constants that differ become `Rows`."""
+    """One program for every number of rows, out of traces at two.
+
+    Constants that differ become `Rows`.
+    """
     if len(first.ops) != len(second.ops):
         raise CaptureError(
-            f"the glue runs {len(first.ops)} operations for {rows[0]} rows and {len(second.ops)} for {rows[1]}",
+            f"the glue runs {len(first.ops)} operations for {rows[0]} rows and {len(second.ops)} "
+            f"for {rows[1]}",
             hint="put code that branches or loops on the batch size inside one annotated module",
         )
     ops = []
@@ -184,7 +197,8 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
             getattr(b.target, "__name__", None),
         ):
             raise CaptureError(
-                f"{a.where}: glue differs with the batch size ({a.layer or a.target} against {b.layer or b.target})",
+                f"{a.where}: glue differs with the batch size ({a.layer or a.target} against "
+                f"{b.layer or b.target})",
                 hint="put code that branches on the batch size inside one annotated module",
             )
         args, kwargs = _merge_tree((a.args, a.kwargs), (b.args, b.kwargs), rows, a.where)

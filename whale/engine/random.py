@@ -1,6 +1,7 @@
 """Randomness: keyed dropout put on this rank's copy, by what capture saw.
 
-Place in the flow: a step of `engine.lower`. Modules are keyed by their path, functional calls by Layer and number.
+Place in the flow: a step of `engine.lower`. Modules are keyed by their path, functional calls by
+Layer and number.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from whale.engine.capture import Captured
 from whale.errors import WhaleError
 from whale.nn.attention import MultiheadForward, supported
 from whale.nn.dropout import KeyedDropout, key_of, position_mask
+from whale.nn.forwards import replace_forward
 from whale.nn.randomness import CallNames, KeyedRandom
 from whale.nn.shard import Shard
 from whale.runtime.context import StepContext
@@ -34,12 +36,13 @@ def install_randomness(
             keyed = KeyedDropout(module, path, context, captured.dropouts.get(path, 0))
             if path in shards:
                 keyed.sharded = (shards[path].low, shards[path].cuts[-1])
-            module.forward = keyed  # type: ignore[method-assign]
+            replace_forward(module, keyed)
         elif isinstance(module, nn.MultiheadAttention):
             _key_multihead(module, path, context, shards.get(path))
         elif isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             raise WhaleError(
-                f"{path} ({type(module).__name__}) has dropout={module.dropout} between its {module.num_layers} layers, "
+                f"{path} ({type(module).__name__}) has dropout={module.dropout} between its "
+                f"{module.num_layers} layers, "
                 "drawn inside torch's kernel, where it depends on the layout",
                 hint="use one-layer modules with nn.Dropout between them, or dropout=0",
             )
@@ -70,7 +73,7 @@ def _layer_calls(captured: Captured) -> dict[str, int]:
 def _count_calls(
     modules: dict[str, nn.Module], calls: dict[str, int], context: StepContext
 ) -> None:
-    """Where the user's own forward runs, Layers called more than once number their calls themselves."""
+    """In a whole model, Layers called more than once number their own calls."""
     for path, times in calls.items():
         if times < 2:
             continue
@@ -100,11 +103,12 @@ def _key_multihead(
             return
         if not supported(module):
             raise WhaleError(
-                f"{path} (MultiheadAttention with kdim/vdim, bias_k or add_zero_attn) has dropout {module.dropout}",
+                f"{path} (MultiheadAttention with kdim/vdim, bias_k or add_zero_attn) has dropout "
+                f"{module.dropout}",
                 hint="set its dropout to 0, or use scaled_dot_product_attention",
             )
         forward = MultiheadForward(module, None, lambda x, p: x)
-        module.forward = forward  # type: ignore[method-assign]
+        replace_forward(module, forward)
     names = CallNames(context)
     names.layer = f"{path}.dropout"
 

@@ -1,6 +1,7 @@
-"""Recorder: one real step written down as actions and sub-actions, beside what the Plan says it should be.
+"""Recorder: one real step as actions and sub-actions, beside what the Plan says.
 
-Place in the flow: for tests and for looking at a run; a Step that is not being recorded carries nothing of it.
+Place in the flow: for tests and for looking at a run; a Step that is not being recorded carries
+nothing of it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def record_step(step: Step, batch: Any) -> tuple[Trace, Trace]:
                 names = outputs.setdefault(id(tensor), (tensor, []))[1]
                 names.append(path)
                 if len(names) == 1:
-                    tensor.register_hook(lambda _: seen.extend(map(_backward, reversed(names))))
+                    tensor.register_hook(
+                        lambda _, n=names: seen.extend(map(_backward, reversed(n)))
+                    )
 
         handles.append(module.register_forward_pre_hook(forward, prepend=True))
         handles.append(module.register_forward_hook(watch))
@@ -119,8 +122,11 @@ def _layer_groups(step: Step) -> Iterator[tuple[int, ...]]:
 
 
 def _ordered(seen: Trace) -> Trace:
-    """Inside one Layer's backward, reductions after collectives: they run on communicators of their own, and a
-    Layer's sub-actions are not ordered between communicators."""
+    """Inside one Layer's backward, reductions after collectives.
+
+    They run on communicators of their own, and a
+    Layer's sub-actions are not ordered between communicators.
+    """
     found: Trace = []
     held: Trace = []
     for item in seen:

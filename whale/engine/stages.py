@@ -1,7 +1,7 @@
 """Stages: the model cut at stage borders, or left whole where there is only one.
 
-Place in the flow: used by `engine.lower`. One stage runs the user's own `forward`, untouched; several run the
-recorded glue around the user's Layers.
+Place in the flow: used by `engine.lower`. One stage runs the user's own `forward`, untouched;
+several run the recorded glue around the user's Layers.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def cut(
                 else None,
             )
         )
-    for stage in stages:
-        for source, values in stage.incoming.items():
-            stages[source].outgoing[stage.index] = values
+    for part in stages:
+        for source, values in part.incoming.items():
+            stages[source].outgoing[part.index] = values
             for value in values:
                 _check_border(program, program.specs[value], producer[value])
     return stages
@@ -90,7 +90,8 @@ def cut(
 def _check_border(program: Program, spec: ValueSpec, maker: int) -> None:
     if spec.batch_dim == -1:
         raise CaptureError(
-            f"{program.ops[maker].where}: a value of shape {spec.shape} crosses a stage border, but its size does "
+            f"{program.ops[maker].where}: a value of shape {spec.shape} crosses a stage border, "
+            "but its size does "
             "not grow with the rows of the batch along one dim",
             hint="move the border, or keep this value inside one annotated module",
         )
@@ -175,7 +176,8 @@ class CutStage:
         self.part, self.outputs, self.device = part, outputs, device
         self.context = context
         self.random = random
-        self.incoming, self.outgoing = part.incoming, part.outgoing
+        self.incoming: Mapping[int, list[int]] = part.incoming
+        self.outgoing: Mapping[int, list[int]] = part.outgoing
         self.has_loss = part.result is not None
         modules = dict(model.named_modules(remove_duplicate=False))
         self.layers = {op.layer: modules[op.layer] for op in part.ops if op.layer is not None}

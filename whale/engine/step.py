@@ -1,6 +1,9 @@
-"""Step: a model that trains as its plan says. `step(batch)` is one optimizer step on a global batch.
+"""Step: a model that trains as its plan says.
 
-Place in the flow: what `wh.parallelize` returns; built on a Lowered program and the plan's action lists.
+`step(batch)` is one optimizer step on a global batch.
+
+Place in the flow: what `wh.parallelize` returns; built on a Lowered program and the plan's action
+lists.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class Step:
 
     Attributes:
         plan: The Plan that runs.
-        optimizer: This rank's optimizer, over its own pieces; learning-rate schedulers take it as usual.
+        optimizer: This rank's optimizer, over its own pieces; learning-rate schedulers take it as
+        usual.
     """
 
     def __init__(
@@ -70,13 +74,21 @@ class Step:
         )
         lowered.executor.on_action = self._on_action
 
+    @property
+    def config(self) -> Config:
+        """The settings it was made with."""
+        return self._config
+
     def _on_action(self, index: int, action: Action) -> None:
         if self._heartbeat is not None:
             self._heartbeat.at(self.num_steps, index, str(action))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A failure of communication names the rank that caused it; one of ours is told to the others."""
+        """A failure of communication names the rank that caused it.
+
+        One of ours is told to the others.
+        """
         beat = self._heartbeat
         if beat is None:
             yield
@@ -102,7 +114,8 @@ class Step:
         if not isinstance(made, torch.optim.Optimizer):
             raise WhaleError(
                 f"`optimizer` returned {type(made).__name__}, not a torch.optim.Optimizer",
-                hint="pass a factory, such as partial(torch.optim.AdamW, lr=1e-4); it is called with "
+                hint="pass a factory, such as partial(torch.optim.AdamW, lr=1e-4); it is called "
+                "with "
                 "[(name, parameter), ...]",
             )
         split = {home.name for home in self.plan.homes if home.splits}
@@ -112,15 +125,18 @@ class Step:
     # ---- training -------------------------------------------------------------------------------
 
     def __call__(self, batch: Any) -> dict[str, Any]:
-        """One step on a global batch: forward, backward, sum, divide by the global count, clip, update.
+        """One step on a global batch.
 
-        Returns the global mean loss as `loss`, the gradient norm as `grad_norm` when clipping, and the
-        named outputs asked for; values are tensors, read them when you need them.
+        Forward, backward, sum, divide by the global count, clip, update.
+
+        Returns the global mean loss as `loss`, the gradient norm as `grad_norm` when clipping, and
+        the named outputs asked for; values are tensors, read them when you need them.
         """
         with self._watched():
             return self._train(batch)
 
     def _train(self, batch: Any) -> dict[str, Any]:
+        batch = batches.localize(batch, self)
         lowered = self._lowered
         if not lowered.model.training:
             lowered.model.train()
@@ -155,11 +171,12 @@ class Step:
         return numbers
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
-        """The global mean loss and the named outputs of a batch, in eval mode, without gradients."""
+        """The global mean loss and the named outputs of a batch, in eval mode."""
         with self._watched():
             return self._evaluate(batch)
 
     def _evaluate(self, batch: Any) -> dict[str, Any]:
+        batch = batches.localize(batch, self)
         lowered = self._lowered
         lowered.model.eval()
         executor = lowered.executor
@@ -204,7 +221,8 @@ class Step:
             )
         return self._evaluating
 
-    # ---- the whole model's tensors -----------------------------------------------------------------
+    # ---- the whole model's tensors
+    # -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state on every rank's CPU, with exactly the original model's keys."""
@@ -216,9 +234,7 @@ class Step:
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def save(
-        self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None
-    ) -> None:
+    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """Writes a checkpoint that any plan of the same model can load; all ranks call it.
 
         Returns when it is durable. A checkpoint already at `path` is replaced once the new one is

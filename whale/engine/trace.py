@@ -1,8 +1,9 @@
-"""The glue tracer: runs the user's own `forward` on fake tensors and writes down what happens between Layers.
+"""The glue tracer: the user's own `forward` on fake tensors, written down between Layers.
 
-Place in the flow: used by `engine.capture` when there is more than one stage. Layers are opaque. Glue that
-reads the *value* of a tensor is evaluated when the value depends on constants alone, and refused with the
-user's file and line when it depends on the batch: a trace would silently freeze one outcome.
+Place in the flow: used by `engine.capture` when there is more than one stage. Layers are opaque.
+Glue that reads the *value* of a tensor is evaluated when the value depends on constants alone, and
+refused with the user's file and line when it depends on the batch: a trace would silently freeze
+one outcome.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ _ATTENTION = "scaled_dot_product_attention"
 
 @dataclass(frozen=True, slots=True)
 class RandomCall:
-    """A random function seen in a Layer or in glue, and the shape it draws (None: not one Whale keys)."""
+    """A random function seen in a Layer or in glue, and the shape it draws (None.
+
+    Not one Whale keys).
+    """
 
     layer: str
     name: str
@@ -103,7 +107,8 @@ class GlueTracer(TorchFunctionMode):
         def leaf(item: Any) -> Any:
             nonlocal pure
             if not isinstance(item, torch.Tensor):
-                # A key-value cache has no use in training, and one kept from the trace would be stale.
+                # A key-value cache has no use in training, and one kept from the trace would be
+                # stale.
                 return None if is_cache(item) else item
             if id(item) in self.refs:
                 index = self.refs[id(item)]
@@ -114,9 +119,11 @@ class GlueTracer(TorchFunctionMode):
                 names.append(self.state[id(item)])
                 return State(self.state[id(item)])
             raise CaptureError(
-                f"{where}: glue uses a tensor of shape {tuple(item.shape)} that is neither in the batch, "
+                f"{where}: glue uses a tensor of shape {tuple(item.shape)} that is neither in the "
+                "batch, "
                 "nor a parameter or buffer, nor made by glue",
-                hint="register it as a buffer (register_buffer), or move this code into an annotated module",
+                hint="register it as a buffer (register_buffer), or move this code into an "
+                "annotated module",
             )
 
         return tree_map(value, leaf), pure, tuple(names)
@@ -161,7 +168,9 @@ class GlueTracer(TorchFunctionMode):
         elif name == _ATTENTION:
             p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
             if p:
-                q, k = (args[i] if len(args) > i else kwargs[n] for i, n in ((0, "query"), (1, "key")))
+                q, k = (
+                    args[i] if len(args) > i else kwargs[n] for i, n in ((0, "query"), (1, "key"))
+                )
                 drawn = (*q.shape[:-1], k.shape[-2])
                 self.calls.append(RandomCall(self.layer, name, drawn))
         elif self.training and not name.endswith("_"):
@@ -249,20 +258,21 @@ class GlueTracer(TorchFunctionMode):
         raise CaptureError(
             f"the glue between stages reads the value of a tensor that depends on the batch "
             f"(`{resolve_name(func) or name}`)",
-            hint="put this code inside one annotated module, where it runs as it stands; or pass the decision in as "
+            hint="put this code inside one annotated module, where it runs as it stands; or pass "
+            "the decision in as "
             "a Python value",
             where=user_line(),
         )
 
 
 def is_cache(value: Any) -> bool:
-    """Whether this is transformers' key-value cache, which generation needs and training does not."""
+    """Whether this is transformers' key-value cache, which training does not need."""
     return any(
-        t.__name__ == "Cache" and t.__module__.startswith("transformers") for t in type(value).__mro__
+        t.__name__ == "Cache" and t.__module__.startswith("transformers")
+        for t in type(value).__mro__
     )
 
 
 def add_constants(tracer: GlueTracer, tensors: Mapping[int, torch.Tensor]) -> None:
     """Makes buffers whose real values are known usable in branches."""
     tracer.constants.update(tensors)
-

@@ -1,8 +1,9 @@
-"""Weights: this rank's pieces of the user's parameters, and its copy of the module tree around them.
+"""Weights: this rank's pieces of the parameters, and its copy of the module tree.
 
-Place in the flow: used by `engine.lower`. The user's module is never changed: the copy shares its code and
-attributes, holds the pieces the plan gives this rank, and nothing (meta tensors) for the rest.
-A model on the meta device is initialised here, each module from its own seed, so that every layout starts alike.
+Place in the flow: used by `engine.lower`. The user's module is never changed: the copy shares its
+code and attributes, holds the pieces the plan gives this rank, and nothing (meta tensors) for the
+rest. A model on the meta device is initialised here, each module from its own seed, so that every
+layout starts alike.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""What every part speaks: clusters, model graphs, plans and schedules, as frozen values without torch."""
+"""What every part speaks.
+
+Clusters, model graphs, plans and schedules, as frozen values without torch.
+"""

@@ -1,6 +1,9 @@
-"""The law of the IR: what every Plan must satisfy. Run after each planning pass and before anything starts.
+"""The law of the IR: what every Plan must satisfy.
 
-Place in the flow: a Plan that passes here can be lowered; one that does not is refused with both values.
+Run after each planning pass and before anything starts.
+
+Place in the flow: a Plan that passes here can be lowered; one that does not is refused with both
+values.
 """
 
 from __future__ import annotations
@@ -68,14 +71,16 @@ def _check_taskgraph(plan: Plan, taskgraph: TaskGraphPlan) -> None:
         f"{sorted(stage.virtual_device.ranks)}",
         "TaskGraphs of one stage are colocated: same ranks",
     )
-    # Rows of a coarser TaskGraph replica must be the rows of whole stage replicas, in order, so that a
+    # Rows of a coarser TaskGraph replica must be the rows of whole stage replicas, in order, so
+    # that a
     # gather along rows inside the replica is all the bridge there is.
     for replica in device.replicas:
         inside = [r for r in stage.virtual_device.replicas if set(r.ranks) <= set(replica.ranks)]
         _require(
             tuple(rank for r in inside for rank in r.ranks) == replica.ranks
             and sum(r.weight for r in inside) == replica.weight,
-            f"TaskGraph {taskgraph.name}: replica {replica.ranks} (weight {replica.weight}) does not hold "
+            f"TaskGraph {taskgraph.name}: replica {replica.ranks} (weight {replica.weight}) does "
+            "not hold "
             f"whole replicas of stage {stage.index}: {stage.virtual_device.to_dict()}",
             "a split spans one or more whole replicas of its stage",
         )

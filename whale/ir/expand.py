@@ -1,8 +1,8 @@
 """The nested Schedule: what is inside a stage's forward or backward, Layer by Layer.
 
-Place in the flow: one pure function of the Plan. The executor's recording of a real run is compared with it, the
-simulator times it, later issues add gather, free, prefetch and recompute to it. It is made per role on demand:
-nothing is stored per rank or micro-batch (design, decision 8).
+Place in the flow: one pure function of the Plan. The executor's recording of a real run is compared
+with it, the simulator times it, later issues add gather, free, prefetch and recompute to it. It is
+made per role on demand: nothing is stored per rank or micro-batch (design, decision 8).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whale.ir.schedule import Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubAction:
-    """`forward`/`backward` of a Layer, a collective of the group it runs in, or the `reduce` of a bucket."""
+    """`forward`/`backward` of a Layer, a `collective` in it, or the `reduce` of a bucket."""
 
     kind: str
     name: str
@@ -50,12 +50,18 @@ _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("reduce_scatter*",),
     ),
 }
-# The loss of a bridged vocabulary split belongs to the glue after the Layer: its part of backward comes before.
+# The loss of a bridged vocabulary split belongs to the glue after the Layer: its part of backward
+# comes before.
 _LOSS_BACKWARD = "all_gather"
 
 
-def split_collectives(split: SplitLayer, *, bridged: bool, backward: bool) -> tuple[str, ...] | None:
-    """The collectives of one sharded module, in order; None for a user's own rule, which only the user knows."""
+def split_collectives(
+    split: SplitLayer, *, bridged: bool, backward: bool
+) -> tuple[str, ...] | None:
+    """The collectives of one sharded module, in order.
+
+    None for a user's own rule, which only the user knows.
+    """
     key = "column/loss" if (split.rule, split.joined) == ("column", "loss") else split.rule
     table = _BRIDGED if bridged else _INSIDE
     if key not in table:
@@ -76,7 +82,9 @@ def layer_actions(plan: Plan, rank: int, layer: StageLayer, *, backward: bool) -
     found = [SubAction(kind="backward" if backward else "forward", name=layer.path)]
     taskgraph = plan.taskgraphs[layer.taskgraph]
     stage = plan.stages[taskgraph.stage]
-    rows = next(g for g in sum_groups([r.ranks for r in stage.virtual_device.replicas]) if rank in g.ranks)
+    rows = next(
+        g for g in sum_groups([r.ranks for r in stage.virtual_device.replicas]) if rank in g.ranks
+    )
     if len(rows.ranks) > 1:
         sums = 2 * layer.num_norms
         found += [SubAction(kind="collective", name="all_reduce", ranks=rows.ranks)] * sums
@@ -98,9 +106,17 @@ def _within(path: str, layer: str) -> bool:
 
 
 def expand(
-    plan: Plan, rank: int, action: Action, buckets: tuple[Bucket, ...] = (), *, first_bucket: int = 0
+    plan: Plan,
+    rank: int,
+    action: Action,
+    buckets: tuple[Bucket, ...] = (),
+    *,
+    first_bucket: int = 0,
 ) -> list[SubAction]:
-    """The inside of a forward or backward. `buckets` are those this backward completes, by what they hold."""
+    """The inside of a forward or backward.
+
+    `buckets` are those this backward completes, by what they hold.
+    """
     if action.kind == "F":
         return [
             sub

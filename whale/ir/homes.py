@@ -1,12 +1,15 @@
-"""Who must agree on which gradient: every parameter's owners, cut into slices with one SUM group each.
+"""Who must agree on which gradient.
 
-Place in the flow: pure functions over a Plan. The planner lists the groups they ask for, the runtime
-fills its buckets from them, the checker counts on them.
+Every parameter's owners, cut into slices with one SUM group each.
 
-[Note: contributions] A replica contributes its gradient once. Inside a replica of several shards a whole
-parameter has the same gradient on every shard, so those are copies, not contributions. Where all
-contributions have the same number of copies, copy j of each forms a group of its own; otherwise one group
-holds all owners and only the first copy of each contribution adds (`leads`), the others add zero.
+Place in the flow: pure functions over a Plan. The planner lists the groups they ask for, the
+runtime fills its buckets from them, the checker counts on them.
+
+[Note: contributions] A replica contributes its gradient once. Inside a replica of several shards a
+whole parameter has the same gradient on every shard, so those are copies, not contributions. Where
+all contributions have the same number of copies, copy j of each forms a group of its own; otherwise
+one group holds all owners and only the first copy of each contribution adds (`leads`), the others
+add zero.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ class Sync:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A stretch of a parameter with one Sync. `span` is global, along `dim`; None: the whole local tensor."""
+    """A stretch of a parameter with one Sync. `span` is global, along `dim`; None.
+
+    The whole local tensor.
+    """
 
     home: Home
     dim: int
@@ -50,10 +56,15 @@ class Bucket:
 
 
 def syncs(plan: Plan, home: Home) -> list[tuple[int, Span | None, list[Sync]]]:
-    """(dim, global span, SUM groups) for every stretch of a parameter; a span of None is all of it."""
+    """(dim, global span, SUM groups) for every stretch of a parameter.
+
+    A span of None is all of it.
+    """
     split_stages = {plan.taskgraphs[t].stage for t, _ in home.splits}
     devices = {stage: plan.stages[stage].virtual_device for stage in home.stages}
-    devices.update((plan.taskgraphs[t].stage, plan.taskgraphs[t].virtual_device) for t in home.around)
+    devices.update(
+        (plan.taskgraphs[t].stage, plan.taskgraphs[t].virtual_device) for t in home.around
+    )
     everywhere = [
         replica.ranks
         for stage, device in devices.items()
@@ -91,6 +102,7 @@ def syncs(plan: Plan, home: Home) -> list[tuple[int, Span | None, list[Sync]]]:
 
 
 def sum_groups(contributions: list[tuple[int, ...]]) -> list[Sync]:
+    """The SUM groups of some contributions, each the ranks that hold copies of one gradient."""
     unique = list(dict.fromkeys(contributions))
     widths = {len(ranks) for ranks in unique}
     if len(widths) == 1:
@@ -112,7 +124,7 @@ def sync_groups(plan: Plan) -> Iterator[tuple[int, ...]]:
 
 
 def rank_slices(plan: Plan, rank: int) -> list[Slice]:
-    """The slices of every parameter `rank` owns, last parameter first (gradients come in that order)."""
+    """The slices `rank` owns, last parameter first: the order gradients come in."""
     slices: list[Slice] = []
     for home in reversed(plan.homes):
         piece = plan.piece(home, rank)
@@ -130,16 +142,12 @@ def rank_slices(plan: Plan, rank: int) -> list[Slice]:
             for size in shape:
                 numel *= size
             owner = min(groups[0].ranks)
-            found.append(
-                Slice(home=home, dim=dim, span=span, sync=mine, owner=owner, numel=numel)
-            )
+            found.append(Slice(home=home, dim=dim, span=span, sync=mine, owner=owner, numel=numel))
         if found and all((s.sync, s.owner) == (found[0].sync, found[0].owner) for s in found):
             total = sum(s.numel for s in found)
             first = found[0]
             found = [
-                Slice(
-                    home=home, dim=0, span=None, sync=first.sync, owner=first.owner, numel=total
-                )
+                Slice(home=home, dim=0, span=None, sync=first.sync, owner=first.owner, numel=total)
             ]
         slices += found
     return slices
@@ -150,7 +158,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def rank_buckets(plan: Plan, rank: int, trainable: frozenset[str]) -> list[Bucket]:
-    """Slices of equal Sync and dtype, filled to `bucket_bytes`, in the order every rank reduces them.
+    """Slices of equal Sync and dtype, in the order every rank reduces them.
 
     Members of a group see the same slices in the same order, so they cut the same buckets.
     """

@@ -1,7 +1,10 @@
-"""ModelGraph: the captured model as a value: Layers, parameters, TaskGraphs, and the values between them.
+"""ModelGraph: the captured model as a value.
+
+Layers, parameters, TaskGraphs, and the values between them.
 
 Place in the flow: made by `engine.capture`, the only thing the planner knows of a model.
-A *Layer* is a module that is never cut: it runs whole inside one stage. Everything between Layers is *glue*.
+A *Layer* is a module that is never cut: it runs whole inside one stage. Everything between Layers
+is *glue*.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ BatchDims = tuple[tuple[int | None, ...], tuple[int | None, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitOption:
-    """One way to shard some modules of a Layer: the rule, its units, and where each parameter is cut."""
+    """One way to shard some modules of a Layer.
+
+    The rule, its units, and where each parameter is cut.
+    """
 
     rule: str
     path: str
@@ -61,7 +67,10 @@ class SplitOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A module that runs whole in one stage. FLOPs are of the forward, as `flops + rows * flops_per_row`."""
+    """A module that runs whole in one stage.
+
+    FLOPs are of the forward, as `flops + rows * flops_per_row`.
+    """
 
     path: str
     kind: str
@@ -78,7 +87,8 @@ class Layer:
 class Node:
     """A step of the captured program: a Layer call or a glue operation, with the nodes it reads.
 
-    `pure` nodes depend on the batch and constants alone; every stage that needs one computes it itself.
+    `pure` nodes depend on the batch and constants alone; every stage that needs one computes it
+    itself.
     """
 
     name: str
@@ -115,7 +125,10 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGraph:
-    """The whole captured model. `nodes` is empty when the model was not traced (one stage needs no trace)."""
+    """The whole captured model.
+
+    `nodes` is empty when the model was not traced (one stage needs no trace).
+    """
 
     layers: tuple[Layer, ...]
     parameters: tuple[Parameter, ...]
@@ -266,9 +279,10 @@ def assign_stages(
 ) -> tuple[tuple[int | None, ...], tuple[tuple[int, int], ...]]:
     """The stage of every node, and the stage pairs between which values travel.
 
-    A Layer runs in its own stage, or in a later one when it is called again after it (its weights are then
-    tied across both); glue runs where its latest input is, and glue that reads only parameters where it is
-    first used; a pure node has no stage (None): each stage that reads it computes it.
+    A Layer runs in its own stage, or in a later one when it is called again after it (its weights
+    are then tied across both); glue runs where its latest input is, and glue that reads only
+    parameters where it is first used; a pure node has no stage (None): each stage that reads it
+    computes it.
     """
     stages: list[int | None] = []
     floating: list[int] = []
@@ -288,11 +302,11 @@ def assign_stages(
     for index in reversed(floating):
         used = [stage for reader in readers[index] if (stage := stages[reader]) is not None]
         stages[index] = min(used, default=0)
-    edges = {
-        (source, target)
-        for index, node in enumerate(nodes)
-        if (target := stages[index]) is not None
-        for i in node.inputs
-        if (source := stages[i]) is not None and source != target
-    }
+    edges: set[tuple[int, int]] = set()
+    for index, node in enumerate(nodes):
+        target = stages[index]
+        for i in node.inputs:
+            source = stages[i]
+            if source is not None and target is not None and source != target:
+                edges.add((source, target))
     return tuple(stages), tuple(sorted(edges))

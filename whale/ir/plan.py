@@ -1,7 +1,10 @@
-"""Plan: everything a rank needs to know to run, as one value: stages, shares, cuts, homes, groups, schedule.
+"""Plan: everything a rank needs to know to run, as one value.
+
+Stages, shares, cuts, homes, groups, schedule.
 
 Place in the flow: the planner's only output and the engine's only input; printable, diffable, JSON.
-A plan names devices by rank. Sizes that depend on the batch are not stored: rows follow the weights.
+A plan names devices by rank. Sizes that depend on the batch are not stored: rows follow the
+weights.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from whale.ir.sharding import WHOLE, DimSharding, Piece
 from whale.ir.virtual_device import VirtualDevice
 
 SCHEMA = 1
-# Rules whose module reads the batch size in its own code: a bridge along rows goes around all of it.
+# Rules whose module reads the batch size in its own code: a bridge along rows goes around all of
+# it.
 AROUND = ("attention", "multihead")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLayer:
-    """A sharded module: the rule, and its unit cut points by shard, one row per replica (or one for all)."""
+    """A sharded module: its rule and its unit cuts, one row per replica (or one for all)."""
 
     rule: str
     path: str
@@ -47,7 +51,7 @@ class SplitLayer:
 
     @property
     def around(self) -> bool:
-        """Whether a bridge along rows goes around its whole module, whose code reads the batch size."""
+        """Whether a bridge along rows goes around its whole module."""
         return self.rule in AROUND
 
     def cuts_of(self, replica: int) -> tuple[int, ...]:
@@ -67,7 +71,10 @@ class TaskGraphPlan:
     virtual_device: VirtualDevice
     splits: tuple[SplitLayer, ...] = ()
     whole: tuple[str, ...] = ()
-    """Modules of a split TaskGraph that no rule covers: computed whole on every rank of the group."""
+    """Modules of a split TaskGraph that no rule covers.
+
+    Computed whole on every rank of the group.
+    """
     split_share: float = 0.0
     """Share of its parameters that is truly split."""
     flops_share: float = 0.0
@@ -75,7 +82,10 @@ class TaskGraphPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayer:
-    """A Layer of a stage, in execution order: its TaskGraph, the parameters it reads, its batch norms."""
+    """A Layer of a stage, in execution order.
+
+    Its TaskGraph, the parameters it reads, its batch norms.
+    """
 
     path: str
     taskgraph: int
@@ -85,7 +95,10 @@ class StageLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """TaskGraphs that share devices and run as one. `virtual_device` is the row layout of its glue."""
+    """TaskGraphs that share devices and run as one.
+
+    `virtual_device` is the row layout of its glue.
+    """
 
     index: int
     taskgraphs: tuple[int, ...]
@@ -103,7 +116,7 @@ class Home:
     splits: tuple[tuple[int, str], ...] = ()
     """(TaskGraph, module path) of each split that cuts it; empty: whole."""
     around: tuple[int, ...] = ()
-    """TaskGraphs that see it whole but with the rows of all members (inside a bridge along rows)."""
+    """TaskGraphs that see it whole, but with the rows of all members."""
     tier: str = "device"
     dtype: str = "float32"
     apply_group: int = 0
@@ -111,7 +124,10 @@ class Home:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A process group. Groups are created by all ranks in the plan's order; `channel` groups carry P2P."""
+    """A process group. Groups are created by all ranks in the plan's order.
+
+    `channel` groups carry P2P.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -119,7 +135,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The whole plan. `to_dict` is the JSON contract; keys the cost model fills are null without it."""
+    """The whole plan. `to_dict` is the JSON contract.
+
+    Keys the cost model fills are null without it.
+    """
 
     model_hash: str
     num_ranks: int

@@ -1,7 +1,7 @@
 """Cuts and owners: how a dimension is divided, evenly or not, and which piece a shard holds.
 
-Place in the flow: the arithmetic under plans, checkpoints, gradient synchronisation and the split rules.
-Everything is intervals of integers, so uneven is the normal case and even a coincidence.
+Place in the flow: the arithmetic under plans, checkpoints, gradient synchronisation and the split
+rules. Everything is intervals of integers, so uneven is the normal case and even a coincidence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Span = tuple[int, int]
 
 
 def apportion(total: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Divides `total` units in proportion to `weights`, largest remainder first, ties to the lowest index.
+    """Divides `total` in proportion to `weights`, largest remainder first.
 
     Deterministic, sums to `total` exactly, and gives nothing to a weight of 0.
     """
@@ -43,8 +43,8 @@ def intersect(a: Span, b: Span) -> Span | None:
 class DimSharding:
     """How one dimension of a parameter may be cut, in `units` that must stay whole.
 
-    `sections` are the stretches of the dimension that are each cut at the same unit points: one for a plain
-    Linear, three for a fused query-key-value weight whose unit is a head.
+    `sections` are the stretches of the dimension that are each cut at the same unit points: one for
+    a plain Linear, three for a fused query-key-value weight whose unit is a head.
     """
 
     dim: int

@@ -1,6 +1,9 @@
-"""What the user wrote: scopes, as values. A module's tag is the tuple of scopes it was built in, outermost first.
+"""What the user wrote: scopes, as values.
 
-Place in the flow: made by `whale.annotations`, carried by modules, read by the planner. Paper section 3.
+A module's tag is the tuple of scopes it was built in, outermost first.
+
+Place in the flow: made by `whale.annotations`, carried by modules, read by the planner. Paper
+section 3.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class Scope:
 
     @property
     def shards(self) -> bool:
-        """Whether this kind decides how a module is computed (`stage` and `pipeline` only place it)."""
+        """Whether it decides how a module is computed, not only where."""
         return self.kind in ("replicate", "split")
 
     def __str__(self) -> str:
@@ -75,7 +78,8 @@ def check_nesting(tag: Tag) -> None:
 
     if inner.kind in kinds and inner.kind in ("split", "pipeline", "stage"):
         refuse(
-            f"`{inner.kind}` inside `{inner.kind}` (opened at {outer[kinds.index(inner.kind)].where})",
+            f"`{inner.kind}` inside `{inner.kind}` (opened at "
+            f"{outer[kinds.index(inner.kind)].where})",
             f"close the outer `{inner.kind}` first; allowed inside it: "
             + {"split": "nothing", "stage": "replicate, split", "pipeline": "stage"}[inner.kind],
         )

@@ -1,4 +1,4 @@
-"""VirtualDevice: the ranks of one TaskGraph, as replicas (each takes rows) of shards (each takes a part).
+"""VirtualDevice: the ranks of one TaskGraph, as replicas (of rows) of shards (of weights).
 
 Place in the flow: made by the planner's placement, read by everything after it. Paper section 3.1.
 """
@@ -15,7 +15,10 @@ from whale.ir.sharding import Span, apportion, cuts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One copy of a TaskGraph: `ranks` are its shards in order, `weight` its share of every batch's rows."""
+    """One copy of a TaskGraph.
+
+    `ranks` are its shards in order, `weight` its share of every batch's rows.
+    """
 
     ranks: tuple[int, ...]
     weight: int = 1
@@ -23,7 +26,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualDevice:
-    """The devices of a TaskGraph. Row shares follow the weights; a weight of 0 leaves a replica idle."""
+    """The devices of a TaskGraph. Row shares follow the weights.
+
+    A weight of 0 leaves a replica idle.
+    """
 
     replicas: tuple[Replica, ...]
 
@@ -32,12 +38,12 @@ class VirtualDevice:
         cls, groups: Iterable[Iterable[int]], weights: Iterable[int] | None = None
     ) -> VirtualDevice:
         """`of([(0, 1), (2, 3)])` is two replicas of two shards each."""
-        groups = [tuple(group) for group in groups]
-        chosen = list(weights) if weights is not None else [1] * len(groups)
+        members = [tuple(group) for group in groups]
+        chosen = list(weights) if weights is not None else [1] * len(members)
         return cls(
             replicas=tuple(
                 Replica(ranks=ranks, weight=weight)
-                for ranks, weight in zip(groups, chosen, strict=True)
+                for ranks, weight in zip(members, chosen, strict=True)
             )
         )
 
@@ -86,5 +92,8 @@ def _rows(device: VirtualDevice, rank: int, rows: int) -> Span:
 
 
 def micro_batch_cuts(rows: int, num_micro_batch: int) -> tuple[int, ...]:
-    """Where the micro-batches of a global batch of `rows` begin and end; sizes differ by at most one."""
+    """Where the micro-batches of a global batch of `rows` begin and end.
+
+    Sizes differ by at most one.
+    """
     return cuts(apportion(rows, (1,) * num_micro_batch))

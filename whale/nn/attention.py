@@ -1,8 +1,10 @@
-"""Attention whose dropout is keyed: the plain product for masked probabilities, and nn.MultiheadAttention.
+"""Attention whose dropout is keyed.
 
-Place in the flow: `attend` stands in for `scaled_dot_product_attention` when it has dropout (torch draws that mask
-inside its kernel, by layout); `MultiheadForward` is nn.MultiheadAttention's forward in torch operations, which
-also lets it be split by heads.
+The plain product for masked probabilities, and nn.MultiheadAttention.
+
+Place in the flow: `attend` stands in for `scaled_dot_product_attention` when it has dropout (torch
+draws that mask inside its kernel, by layout); `MultiheadForward` is nn.MultiheadAttention's forward
+in torch operations, which also lets it be split by heads.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def attend(
         allowed = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~allowed, -torch.inf)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
     return drop(scores.softmax(-1), dropout_p) @ value
 
 
@@ -65,12 +69,15 @@ class MultiheadForward:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The replaced forward."""
         module: Any = self.module
         if query.dim() == 2:
             masks = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
             axis = 0 if module.batch_first else 1
             out, weights = self(
-                *(t.unsqueeze(axis) for t in (query, key, value)),
+                query.unsqueeze(axis),
+                key.unsqueeze(axis),
+                value.unsqueeze(axis),
                 key_padding_mask=masks,
                 need_weights=need_weights,
                 attn_mask=attn_mask,
@@ -144,7 +151,8 @@ class MultiheadForward:
 
 
 def supported(module: nn.MultiheadAttention) -> bool:
-    """Whether `MultiheadForward` covers this instance: one embedding size, no extra key or value rows."""
-    return bool(
-        module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
-    )
+    """Whether `MultiheadForward` covers this instance.
+
+    One embedding size, no extra key or value rows.
+    """
+    return bool(module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn)

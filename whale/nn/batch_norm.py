@@ -1,7 +1,8 @@
-"""Batch norm over all replicas' samples, weighted by their rows, as one device would see the micro-batch.
+"""Batch norm over all replicas' samples, as one device would see the micro-batch.
 
-Place in the flow: installed by `engine.lower` on batch norms of stages with several replicas. torch's
-SyncBatchNorm refuses CPU; this is the same formula in differentiable sums, for any shares (0 rows too).
+Place in the flow: installed by `engine.lower` on batch norms of stages with several replicas.
+torch's SyncBatchNorm refuses CPU; this is the same formula in differentiable sums, for any shares
+(0 rows too).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class SyncedBatchNorm:
         self.module, self.group = module, group
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The replaced forward."""
         module = self.module
         module._check_input_dim(x)
         if not module.training and module.running_mean is not None:

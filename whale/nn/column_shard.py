@@ -1,9 +1,9 @@
 """ColumnShard: the output of a column-split Linear, left sharded until something needs it whole.
 
-Place in the flow: what a lone split Linear (a classifier, a vocabulary head) returns. To the user's code it looks
-like the whole tensor (same shape). Cross-entropy and argmax work on the shards (vocabulary parallel: the
-logits are never gathered); views that keep the last dim stay sharded; anything else gathers first, which is
-always correct.
+Place in the flow: what a lone split Linear (a classifier, a vocabulary head) returns. To the user's
+code it looks like the whole tensor (same shape). Cross-entropy and argmax work on the shards
+(vocabulary parallel: the logits are never gathered); views that keep the last dim stay sharded;
+anything else gathers first, which is always correct.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class ColumnShard(torch.Tensor):
     def __new__(
         cls: type[ColumnShard], local: torch.Tensor, shard: Shard, columns: int
     ) -> ColumnShard:
+        """Wraps this rank's columns of a tensor with `columns` in all."""
         shape = list(local.shape)
         shape[-1] = columns
         if shard.rows is not None and shape[0]:
@@ -38,7 +39,7 @@ class ColumnShard(torch.Tensor):
         made.local, made.shard = local, shard
         return made
 
-    def __repr__(self, **kwargs: Any) -> str:  # noqa: D105
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ColumnShard(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
     def full(self) -> torch.Tensor:
@@ -65,7 +66,7 @@ class ColumnShard(torch.Tensor):
         return func(*_whole(args), **{key: _whole(value) for key, value in kwargs.items()})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         raise TypeError(
@@ -159,7 +160,8 @@ def _flatten(x: ColumnShard, start_dim: int = 0, end_dim: int = -1) -> Any:
 @_handles("__getitem__")
 def _getitem(x: ColumnShard, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
-    # Only slices of dims that are neither the rows (when bridged) nor the columns keep the shards apart.
+    # Only slices of dims that are neither the rows (when bridged) nor the columns keep the shards
+    # apart.
     if not all(isinstance(i, slice) or i is Ellipsis for i in items) or Ellipsis not in items:
         return NotImplemented
     before = items[: items.index(Ellipsis)]

@@ -1,8 +1,11 @@
-"""Deferred weight gradients, for zero-bubble schedules: B computes input gradients, W the rest later.
+"""Deferred weight gradients, for zero-bubble schedules.
 
-Place in the flow: installed by `engine.lower` on Linear, convolution and embedding modules when the schedule has W
-actions; every other parameter gets its gradient in B. The product runs on a small graph of its own, of which
-backward takes only the input's part and leaves the weight's part in a queue.
+B computes input gradients, W the rest later.
+
+Place in the flow: installed by `engine.lower` on Linear, convolution and embedding modules when the
+schedule has W actions; every other parameter gets its gradient in B. The product runs on a small
+graph of its own, of which backward takes only the input's part and leaves the weight's part in a
+queue.
 """
 
 from __future__ import annotations

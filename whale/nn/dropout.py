@@ -1,7 +1,8 @@
 """Dropout keyed by seed, step, module and global sample: the same masks under every layout.
 
-Place in the flow: installed by `engine.lower` on every `nn.Dropout`. An element's fate is a hash of where it is in
-the whole tensor of the whole batch, so it does not matter which rank, micro-batch or shard computes it.
+Place in the flow: installed by `engine.lower` on every `nn.Dropout`. An element's fate is a hash of
+where it is in the whole tensor of the whole batch, so it does not matter which rank, micro-batch or
+shard computes it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A 32-bit integer hash (the "lowbias32" constants), on int64 because torch has no unsigned shifts."""
+    """A 32-bit hash ("lowbias32" constants) on int64: torch has no unsigned shifts."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
@@ -48,7 +49,7 @@ def keep_mask(
     device: torch.device,
     sharded: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """Which elements stay. `sharded` is (dim, first index, whole size) when a dim is only a part here."""
+    """Which elements stay; `sharded` is (dim, first, whole size) of a dim that is a part."""
     sizes = list(shape)
     whole = list(shape)
     offsets = [0] * len(sizes)
@@ -79,6 +80,7 @@ class KeyedDropout:
         self._calls = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The replaced forward."""
         p = float(self.module.p)  # type: ignore[arg-type]
         if not self.module.training or p == 0.0:
             return x

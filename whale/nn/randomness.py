@@ -1,7 +1,8 @@
 """Functional dropout, keyed: `F.dropout` and attention dropout called in the user's own code.
 
-Place in the flow: a mode around a stage's forward in training, there only when capture saw such calls. A call is
-named by its Layer and its number in that Layer, so the mask does not depend on the layout.
+Place in the flow: a mode around a stage's forward in training, there only when capture saw such
+calls. A call is named by its Layer and its number in that Layer, so the mask does not depend on the
+layout.
 """
 
 from __future__ import annotations
@@ -134,7 +135,10 @@ class KeyedRandom(TorchFunctionMode):
         name: tuple[str, int],
         heads: tuple[int, int, int] | None = None,
     ) -> torch.Tensor:
-        """`x` with the keyed mask of the call `name`; `heads` is (first, own, all) where dim 1 is a part."""
+        """`x` with the keyed mask of the call `name`.
+
+        `heads` is (first, own, all) where dim 1 is a part.
+        """
         context = self.names.context
         layer, number = name
         dim = self.dims.get(name, 0)

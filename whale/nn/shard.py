@@ -1,8 +1,9 @@
 """Shard: one rank's part of a split, and how values get in and out of it.
 
 Place in the flow: made by `engine.lower` from a SplitLayer, used by every sharded module.
-A split inside one replica sees the same rows on every member (`enter`/`leave`); a split that spans several
-data parallel replicas gathers their rows on the way in and cuts them on the way out (`enter_rows`/`leave_rows`).
+A split inside one replica sees the same rows on every member (`enter`/`leave`); a split that spans
+several data parallel replicas gathers their rows on the way in and cuts them on the way out
+(`enter_rows`/`leave_rows`).
 """
 
 from __future__ import annotations

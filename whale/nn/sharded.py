@@ -1,7 +1,8 @@
 """Sharded forwards: what a Linear, embedding or convolution does with only its part of the weight.
 
-Place in the flow: installed by `engine.rules` on this rank's copy of a module. The module keeps its class and
-its parameter names; only `forward` is replaced, so state dicts and breakpoints stay the user's own.
+Place in the flow: installed by `engine.rules` on this rank's copy of a module. The module keeps its
+class and its parameter names; only `forward` is replaced, so state dicts and breakpoints stay the
+user's own.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from torch.nn import functional as F  # noqa: N812
 
 from whale.nn.column_shard import ColumnShard, plain
 from whale.nn.deferred import QUEUE, WeightQueue, deferred, queue_of
+from whale.nn.forwards import replace_forward
 from whale.nn.shard import Shard
 from whale.runtime import collectives
 from whale.runtime.context import RowLayout
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D: a Linear whose weight is stored [in, out]."""
+    """Transformers' Conv1D: a Linear whose weight is stored [in, out]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -70,9 +72,7 @@ def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
     return deferred(run, x, weights, queue_of(module))
 
 
-def look_up(
-    module: nn.Embedding, ids: torch.Tensor, padding_idx: int | None
-) -> torch.Tensor:
+def look_up(module: nn.Embedding, ids: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
     """Rows of the embedding table this module holds."""
 
     def run(ids: torch.Tensor) -> torch.Tensor:
@@ -90,17 +90,20 @@ def look_up(
 
 
 def defer_weights(module: nn.Module, queue: WeightQueue) -> None:
-    """Makes a module put its weight gradients off; one that is not sharded gets a forward that can."""
+    """Makes a module put its weight gradients off.
+
+    One that is not sharded gets a forward that can.
+    """
     module.__dict__[QUEUE] = queue
     if "forward" in module.__dict__:
         return
     whole: Any = module
     if is_linear(module):
-        module.forward = lambda x: product(whole, plain(x), whole.bias)  # type: ignore[method-assign]
+        replace_forward(module, lambda x: product(whole, plain(x), whole.bias))
     elif isinstance(module, nn.Embedding):
-        module.forward = lambda ids: look_up(whole, ids, whole.padding_idx)  # type: ignore[method-assign]
+        replace_forward(module, lambda ids: look_up(whole, ids, whole.padding_idx))
     else:
-        module.forward = lambda x: convolve(whole, plain(x))  # type: ignore[method-assign]
+        replace_forward(module, lambda x: convolve(whole, plain(x)))
 
 
 def can_defer(module: nn.Module) -> bool:
@@ -109,7 +112,10 @@ def can_defer(module: nn.Module) -> bool:
 
 
 class SharedInput:
-    """One `enter` for all columns that read the same tensor (query, key and value): one sum in backward."""
+    """One `enter` for all columns that read the same tensor (query, key and value).
+
+    One sum in backward.
+    """
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
@@ -117,6 +123,7 @@ class SharedInput:
         self.entered: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The replaced forward."""
         if self.source is not x or self.entered is None:
             self.source, self.entered = x, self.shard.enter(plain(x))
         return self.entered
@@ -133,6 +140,7 @@ class Column:
         self.module, self.shared = module, shared
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The replaced forward."""
         return product(self.module, self.shared(x), self.module.bias)
 
 
@@ -143,6 +151,7 @@ class Row:
         self.module, self.shard, self.shared = module, shard, shared
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The replaced forward."""
         self.shared.clear()
         out = self.shard.leave(product(self.module, x, None))
         return out if self.module.bias is None else out + self.module.bias
@@ -155,6 +164,7 @@ class LoneColumn:
         self.module, self.shard, self.columns = module, shard, columns
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The replaced forward."""
         entered = self.shard.enter(plain(x))
         return ColumnShard(
             product(self.module, entered, self.module.bias), self.shard, self.columns
@@ -175,9 +185,16 @@ class RowsAround:
         rows: RowLayout,
         dims: tuple[tuple[int | None, ...], tuple[int | None, ...]],
     ) -> None:
-        self.forward, self.group, self.index, self.rows, self.dims = forward, group, index, rows, dims
+        self.forward, self.group, self.index, self.rows, self.dims = (
+            forward,
+            group,
+            index,
+            rows,
+            dims,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The replaced forward."""
         taken = iter(self.dims[0])
         args, kwargs = map_tensors((args, kwargs), lambda x: self._gather(plain(x), next(taken)))
         made = iter(self.dims[1])
@@ -216,6 +233,7 @@ class VocabEmbedding:
         self.module, self.shard = module, shard
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """The replaced forward."""
         ids = self.shard.gather_rows(ids)
         own = (ids >= self.shard.low) & (ids < self.shard.high)
         weight = self.module.weight
@@ -238,6 +256,7 @@ class ColumnConv:
         self.module, self.shard, self.channels = module, shard, channels
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The replaced forward."""
         entered = self.shard.enter(plain(x))
         module = self.module
         if module.weight.shape[0] == 0:

@@ -1,1 +1,4 @@
-"""ModelGraph + Cluster + Config -> Plan. Pure functions over values; no tensor is ever seen here."""
+"""ModelGraph + Cluster + Config -> Plan. Pure functions over values.
+
+No tensor is ever seen here.
+"""

@@ -32,7 +32,10 @@ def make_plan(
     batch_rows: int,
     refusal: CaptureError | None = None,
 ) -> Plan:
-    """A plan for `graph` on `cluster`. `refusal` is why the glue could not be traced, if it could not."""
+    """A plan for `graph` on `cluster`.
+
+    `refusal` is why the glue could not be traced, if it could not.
+    """
     model_hash = graph.hash
     graph = _auto_stages(graph, config)
     placement = place(graph, cluster, config)
@@ -214,7 +217,7 @@ def _groups_of(plan: Plan) -> tuple[Group, ...]:
 
 
 def _pools(plan: Plan) -> list[Group]:
-    """More communicators for gradient groups with more than one bucket, so that reductions can overlap."""
+    """More communicators for gradient groups of several buckets, which then overlap."""
     nbytes: dict[tuple[int, ...], int] = {}
     for home in plan.homes:
         size = 1

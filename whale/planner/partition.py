@@ -1,6 +1,7 @@
 """Auto stages: Layers cut into consecutive stages of balanced cost.
 
-Place in the flow: first pass of `make_plan` when the user asked for `auto` with `pipeline.num_stages`.
+Place in the flow: first pass of `make_plan` when the user asked for `auto` with
+`pipeline.num_stages`.
 """
 
 from __future__ import annotations

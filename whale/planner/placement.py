@@ -1,8 +1,8 @@
 """Placement: scopes and devices -> stages with their ranks, and every TaskGraph's VirtualDevice.
 
-Place in the flow: second pass of `make_plan`. Rules (design, section 4): TaskGraphs with a device count
-take disjoint devices in order; those without share all devices, unless they are stages; devices left over
-replicate the whole. Paper section 3.2.
+Place in the flow: second pass of `make_plan`. Rules (design, section 4): TaskGraphs with a device
+count take disjoint devices in order; those without share all devices, unless they are stages;
+devices left over replicate the whole. Paper section 3.2.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def _by_scope(taskgraphs: Sequence[TaskGraph]) -> list[list[TaskGraph]]:
 
 
 def _own_count(taskgraph: TaskGraph) -> int | None:
-    """Devices a TaskGraph asked for: the outermost count among its sharding scopes inside its stage."""
+    """Devices a TaskGraph asked for.
+
+    The outermost count among its sharding scopes inside its stage.
+    """
     inside = _inside_stage(taskgraph)
     return next((s.count for s in inside if s.shards and s.count is not None), None)
 
@@ -152,7 +155,8 @@ def _num_groups(
     groups = -(-num_stages // chunks)
     if groups > num_devices:
         raise PlanError(
-            f"{num_stages} stages in {chunks} chunks need {groups} devices, there are {num_devices}",
+            f"{num_stages} stages in {chunks} chunks need {groups} devices, there are "
+            f"{num_devices}",
             hint="raise pipeline.num_chunks, or leave it out",
         )
     return groups, "interleaved" if chunks > 1 and schedule == "1f1b" else schedule
@@ -189,9 +193,11 @@ def _group_ranks(
     where = next((t.where for ts in members for t in ts if _own_count(t)), None)
     if total > num_devices or 0 in widths or num_devices % total:
         raise PlanError(
-            f"the annotations take {total} devices ({' + '.join(map(str, widths))}), the cluster has "
+            f"the annotations take {total} devices ({' + '.join(map(str, widths))}), the cluster "
+            "has "
             f"{num_devices}",
-            hint=f"use {total} devices or a multiple of it (what is left over replicates the whole), "
+            hint=f"use {total} devices or a multiple of it (what is left over replicates the "
+            "whole), "
             "or change the device counts",
             where=where,
         )

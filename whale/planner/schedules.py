@@ -75,11 +75,11 @@ def rank_actions(schedule: Schedule, group: int) -> list[Action]:
     """Everything one device group does: its computes with sends and receives around them.
 
     A send stands right after the compute that makes it due, a receive right before the compute that
-    needs it: one posted earlier could block a device-wide wait inside a compute (a cuDNN workspace, a
-    user's synchronize) on a message that waits for that compute. On each ordered channel (source group to destination group)
-    the receives stand in exactly the order of the sends, activations and gradients alike, because
-    NCCL matches by order alone; where the sender's order is not ours, the messages in between are
-    posted too.
+    needs it: one posted earlier could block a device-wide wait inside a compute (a cuDNN workspace,
+    a user's synchronize) on a message that waits for that compute. On each ordered channel (source
+    group to destination group) the receives stand in exactly the order of the sends, activations
+    and gradients alike, because NCCL matches by order alone; where the sender's order is not ours,
+    the messages in between are posted too.
     """
     order, links, channels = _orders(schedule)[group], schedule.links(), _channels(schedule)
     posts = _posts(order, links, channels)

@@ -1,4 +1,6 @@
-"""Splits and homes: which modules of a split TaskGraph are cut and where; where every parameter lives.
+"""Splits and homes: which modules of a split TaskGraph are cut and where.
+
+Where every parameter lives.
 
 Place in the flow: third pass of `make_plan`.
 """
@@ -46,8 +48,8 @@ def choose_splits(
     """The splits of one TaskGraph, cut in proportion to the ranks' weights.
 
     An option is left out when a shard would get no unit, or when a parameter it cuts is read whole
-    elsewhere in the same stage (one rank cannot hold both), or when the split spans several data parallel
-    replicas (`bridged`) and its input has no rows to gather.
+    elsewhere in the same stage (one rank cannot hold both), or when the split spans several data
+    parallel replicas (`bridged`) and its input has no rows to gather.
     """
     width = max(len(replica.ranks) for replica in device.replicas)
     if width == 1:
@@ -63,7 +65,8 @@ def choose_splits(
         raise AnnotationError(
             f"nothing in TaskGraph {taskgraph.name} can be split over {width} devices "
             f"(Layers: {', '.join(graph.layers[i].kind for i in taskgraph.layers)})",
-            hint="use `replicate` for it, split a part with Linear, attention, embedding or convolution modules, or "
+            hint="use `replicate` for it, split a part with Linear, attention, embedding or "
+            "convolution modules, or "
             "register a rule (wh.register_rule)",
             where=taskgraph.where,
         )
@@ -73,8 +76,8 @@ def choose_splits(
 def _has_rows(option: SplitOption) -> bool:
     """Whether a bridge along rows can go around it: what it reads has rows, in dim 0.
 
-    Attention with a second input that has rows (a mask) is left whole: models drop a mask that hides nothing,
-    each rank by its own rows, and the ranks would no longer gather the same tensors.
+    Attention with a second input that has rows (a mask) is left whole: models drop a mask that
+    hides nothing, each rank by its own rows, and the ranks would no longer gather the same tensors.
     """
     dims = set(option.dims[0]) | set(option.dims[1])
     inputs = option.dims[0].count(0)

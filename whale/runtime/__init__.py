@@ -1,1 +1,4 @@
-"""Executes one rank's part of a Plan: groups, collectives, gradients, the executor. Knows no planning."""
+"""Executes one rank's part of a Plan: groups, collectives, gradients, the executor.
+
+Knows no planning.
+"""

@@ -1,19 +1,89 @@
 """The batch as Whale sees it: which tensors have rows, what goes to the model, what to the loss.
 
-Place in the flow: used by capture (shapes), by the executor (rows of a rank) and by the data loader.
-A batch is a tensor, a tuple (by position) or a mapping (by keyword); dim 0 is the batch.
+Place in the flow: used by capture (shapes), by the executor (rows of a rank) and by the data
+loader. A batch is a tensor, a tuple (by position) or a mapping (by keyword); dim 0 is the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from whale.config import Config
 from whale.errors import WhaleError
+from whale.ir.plan import Plan
+from whale.ir.sharding import Span, cuts
 
 Loss = Callable[[Any, Any], Any]
+
+
+class Reader(Protocol):
+    """Who a part of a batch is read for: a Step."""
+
+    plan: Plan
+    rank: int
+
+    @property
+    def config(self) -> Config:
+        """Its settings."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalBatch:
+    """The rows of a global batch that one rank holds, as `wh.shard(loader, step)` gives them.
+
+    Attributes:
+        data: The batch of exactly those rows.
+        total_rows: Rows of the global batch.
+        rows: The global rows held, ascending and disjoint.
+        batched: By tensor of `data`, whether its dim 0 is the rows.
+    """
+
+    data: Any
+    total_rows: int
+    rows: tuple[Span, ...]
+    batched: tuple[bool, ...]
+
+    def position(self, low: int, high: int) -> Span:
+        """Where the global rows [low, high) are in `data`."""
+        starts = cuts(end - first for first, end in self.rows)
+        for start, (first, end) in zip(starts, self.rows, strict=False):
+            if first <= low and high <= end:
+                return start + low - first, start + high - first
+        if low >= high:
+            return 0, 0
+        raise WhaleError(
+            f"rows {low} to {high} are asked of a LocalBatch that holds {list(self.rows)} of "
+            f"{self.total_rows}",
+            hint="it was read for another plan: give wh.shard the step that trains on it, or none",
+        )
+
+
+Read = Callable[[Reader], LocalBatch]
+
+
+class LazyBatch:
+    """A global batch of which a rank's rows are read when its Step gets it; see `wh.shard`."""
+
+    def __init__(self, total_rows: int, read: Read) -> None:
+        self.total_rows = total_rows
+        self._read = read
+        self._last: tuple[Plan, int, LocalBatch] | None = None
+
+    def local(self, step: Reader) -> LocalBatch:
+        """The rows that `step` needs on its rank, read once."""
+        if self._last is None or self._last[0] is not step.plan or self._last[1] != step.rank:
+            self._last = (step.plan, step.rank, self._read(step))
+        return self._last[2]
+
+
+def localize(batch: Any, step: Reader) -> Any:
+    """What a Step runs on: a LazyBatch's rows of this rank, any other batch as it is."""
+    return batch.local(step) if isinstance(batch, LazyBatch) else batch
 
 
 def _walk(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
@@ -23,6 +93,11 @@ def _walk(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
         return {key: _walk(item, fn) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value)(_walk(item, fn) for item in value)
+    if isinstance(value, (LazyBatch, LocalBatch)):
+        raise WhaleError(
+            f"a {type(value).__name__} stands where a whole global batch is needed",
+            hint="parallelize takes `batch=next(iter(loader))`; batches of wh.shard go to the step",
+        )
     return value
 
 
@@ -46,6 +121,8 @@ def rebuild(batch: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 def num_rows(batch: Any) -> int:
     """Rows of the global batch: the size of dim 0 of its first tensor that has one."""
+    if isinstance(batch, LocalBatch):
+        return batch.total_rows
     sizes = [t.shape[0] for t in leaves(batch) if t.dim() > 0]
     if not sizes:
         raise WhaleError(
@@ -62,10 +139,16 @@ def has_rows(tensor: torch.Tensor, rows: int) -> bool:
 
 def take_rows(batch: Any, low: int, high: int, device: torch.device | None = None) -> Any:
     """Rows [low, high) of every tensor that has rows."""
-    rows = num_rows(batch)
+    if isinstance(batch, LocalBatch):
+        low, high = batch.position(low, high)
+        batched, batch = batch.batched, batch.data
+    else:
+        rows = num_rows(batch)
+        batched = tuple(has_rows(tensor, rows) for tensor in leaves(batch))
+    flags = iter(batched)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        part = tensor[low:high] if has_rows(tensor, rows) else tensor
+        part = tensor[low:high] if next(flags) else tensor
         return part if device is None else part.to(device, non_blocking=True)
 
     return _walk(batch, cut)
@@ -126,6 +209,7 @@ def named_outputs(out: Any) -> dict[str, Any]:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         raise WhaleError(
             f"the model returned no scalar loss (found {type(out).__name__}, loss shape {shape})",
-            hint="return the loss, or a mapping or tuple that has it first, or pass `loss=` to parallelize",
+            hint="return the loss, or a mapping or tuple that has it first, or pass `loss=` to "
+            "parallelize",
         )
     return named

@@ -1,4 +1,6 @@
-"""Collectives that autograd understands, each named with its conjugate. SUM only; uneven is the normal case.
+"""Collectives that autograd understands, each named with its conjugate. SUM only.
+
+Uneven is the normal case.
 
 Place in the flow: what the split rules and the bridges inside a stage are made of.
 
@@ -8,13 +10,13 @@ Place in the flow: what the split rules and the bridges inside a stage are made 
 | `leave` | all-reduce | identity | partial products of a row split |
 | `all_sum` | all-reduce | all-reduce | statistics over replicas (batch norm) |
 | `gather` | all-gather | own slice | shards to a whole that every member then uses alike |
-| `enter_rows` | all-gather | reduce-scatter | `enter` after a data parallel TaskGraph: the fused bridge |
+| `enter_rows` | all-gather | reduce-scatter | `enter` after data parallel: the fused bridge |
 | `leave_rows` | reduce-scatter | all-gather | `leave` before a data parallel TaskGraph |
 | `scatter` | own slice | all-gather | whole rows back to each replica's own |
 | `exchange` | all-to-all | all-to-all | all rows x own columns <-> own rows x all columns |
 
-Those with a collective in forward are custom ops: a plain autograd.Function silently loses its gradient
-under torch.compile on torch 2.11.
+Those with a collective in forward are custom ops: a plain autograd.Function silently loses its
+gradient under torch.compile on torch 2.11.
 """
 
 from __future__ import annotations
@@ -115,7 +117,10 @@ gather.register_autograd(
 
 @custom_op("whale::enter_rows", mutates_args=())
 def enter_rows(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torch.Tensor:
-    """Each replica's rows to all rows, for a sharded product: gradients are summed and cut in one."""
+    """Each replica's rows to all rows, for a sharded product.
+
+    Gradients are summed and cut in one.
+    """
     return communicator(group).all_gather(x, dim, sizes).contiguous()
 
 

@@ -1,7 +1,8 @@
 """StepContext: which step, micro-batch and rows a rank is computing now.
 
-Place in the flow: written by the executor before every forward, read by modules whose result depends on
-it: bridges along rows, keyed dropout, batch norm. One per Step, handed to them at lowering.
+Place in the flow: written by the executor before every forward, read by modules whose result
+depends on it: bridges along rows, keyed dropout, batch norm. One per Step, handed to them at
+lowering.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The executor: runs one rank's actions, the very list the Schedule generates, checks and draws.
 
-Place in the flow: built by `engine.lower`, called by Step. It knows stages, values and messages, and nothing
-of planning. Compute waits only for what it needs; sends and receives are posted as the schedule says.
+Place in the flow: built by `engine.lower`, called by Step. It knows stages, values and messages,
+and nothing of planning. Compute waits only for what it needs; sends and receives are posted as the
+schedule says.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from whale.runtime.transfers import Channels
 
 @dataclass(slots=True)
 class Outcome:
-    """What a stage's forward made: values for other stages, and the loss in the stage that has it."""
+    """What a stage's forward made.
+
+    Values for other stages, and the loss in the stage that has it.
+    """
 
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     loss: torch.Tensor | None = None
@@ -57,10 +61,25 @@ class DeferredWork(Protocol):
 class Border(Protocol):
     """Shape of a value that crosses stages."""
 
-    dtype: torch.dtype
-    batch_dim: int | None
-    factor: int
-    grad: bool
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        ...
+
+    @property
+    def batch_dim(self) -> int | None:
+        """Where its rows are; None: nowhere."""
+        ...
+
+    @property
+    def factor(self) -> int:
+        """Elements along that dim per row."""
+        ...
+
+    @property
+    def grad(self) -> bool:
+        """Whether a gradient comes back for it."""
+        ...
 
     def at(self, rows: int) -> tuple[int, ...]:
         """The shape for that many rows."""
@@ -119,7 +138,10 @@ class Executor:
         self.queue = queue
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.skips = skips
-        """Stages that may be left out where a replica has no rows: no collective in them waits for it."""
+        """Stages that may be left out where a replica has no rows.
+
+        No collective in them waits for it.
+        """
         self.on_action: Callable[[int, Action], None] | None = None
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
@@ -128,10 +150,11 @@ class Executor:
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def run(
-        self, batch: Any, actions: Sequence[Action], grads: GradientBuckets | None
-    ) -> Totals:
-        """Runs `actions` on a global batch; without `grads` only forwards are meant to be in them."""
+    def run(self, batch: Any, actions: Sequence[Action], grads: GradientBuckets | None) -> Totals:
+        """Runs `actions` on a global batch.
+
+        Without `grads` only forwards are meant to be in them.
+        """
         total_rows = batches.num_rows(batch)
         self._cuts = micro_batch_cuts(total_rows, self.plan.num_micro_batch)
         self._batch, self._grads = batch, grads
@@ -210,8 +233,10 @@ class Executor:
                 raise
             raise PlanError(
                 f"rank {self.rank} has no rows in micro-batch {self.context.micro_batch} of stage "
-                f"{self.context.stage} ({self.context.micro_rows} rows over its replicas), must run all the same because "
-                f"replicas wait for each other there, and the model's code does not take an empty batch: {error}",
+                f"{self.context.stage} ({self.context.micro_rows} rows over its replicas), must "
+                "run all the same because "
+                "replicas wait for each other there, and the model's code does not take an empty "
+                f"batch: {error}",
                 hint="use a larger batch or fewer micro-batches, so that every replica has a row",
             ) from error
 

@@ -1,7 +1,8 @@
 """Gradient synchronisation: fused buckets, reduced while the backward still runs.
 
-Place in the flow: made by `engine.lower` from `ir.homes`; the executor arms it for the last backward of each
-stage. Every reduction is a SUM over contributions; the division by the global count happens once, in `scale`.
+Place in the flow: made by `engine.lower` from `ir.homes`; the executor arms it for the last
+backward of each stage. Every reduction is a SUM over contributions; the division by the global
+count happens once, in `scale`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ class _Filled:
                 yield param, piece
 
     def cuts(self) -> Iterable[tuple[Slice, torch.Tensor, torch.Tensor]]:
-        """Slices that are only a part of their parameter: (slice, its gradient there, its view here)."""
+        """Slices that are only a part of their parameter.
+
+        (slice, its gradient there, its view here).
+        """
         for piece, whole, param, view in zip(
             self.bucket.slices, self.pieces, self.params, self.views, strict=True
         ):
@@ -88,7 +92,10 @@ def _part(grad: torch.Tensor, piece: Slice, held: Piece) -> torch.Tensor:
 
 
 class GradientBuckets:
-    """All gradients of one rank. `param.grad` is a view into a bucket wherever a slice is a whole parameter."""
+    """All gradients of one rank.
+
+    `param.grad` is a view into a bucket wherever a slice is a whole parameter.
+    """
 
     def __init__(
         self,
@@ -172,7 +179,7 @@ class GradientBuckets:
                 self.ready(name)
 
     def ready(self, name: str) -> None:
-        """A gradient is final; launches the buckets that are complete, in the order all ranks share."""
+        """A gradient is final: launches the complete buckets, in the order all ranks share."""
         self.armed.discard(name)
         for item in self.of_param[name]:
             item.waiting.discard(name)
@@ -204,7 +211,7 @@ class GradientBuckets:
                     target.copy_(view.view(target.shape))
 
     def square_sum(self, device: torch.device) -> torch.Tensor:
-        """Sum of squares over the elements this rank answers for (each element once in the world)."""
+        """Sum of squares of the elements this rank answers for, each once in the world."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         for item in self.filled:
             for piece, param, held in zip(

@@ -1,7 +1,8 @@
-"""Communicators: the plan's process groups, opened in the plan's order, found by name, closed with the Step.
+"""Communicators: the plan's process groups, found by name, closed with the Step.
 
-Place in the flow: opened by `engine.lower`; every collective names its group by a string, so that modules
-stay copyable and custom ops traceable. The table below is the only state here and belongs to open Steps.
+Place in the flow: opened by `engine.lower`; every collective names its group by a string, so that
+modules stay copyable and custom ops traceable. The table below is the only state here and belongs
+to open Steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ Record = Callable[[str, tuple[int, ...]], None]
 
 
 class Communicator:
-    """One process group as a rank sees it: SUM collectives over plain `dist.*`, uneven sizes welcome."""
+    """One process group as a rank sees it.
+
+    SUM collectives over plain `dist.*`, uneven sizes welcome.
+    """
 
     def __init__(
         self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None
@@ -67,10 +71,15 @@ class Communicator:
         if self.native and len(set(sizes)) == 1:
             dist.all_gather_into_tensor(out, local, group=self.group)
         else:
-            # Gloo gathers only equal pieces; an all-to-all of copies takes any sizes without padding.
+            # Gloo gathers only equal pieces; an all-to-all of copies takes any sizes without
+            # padding.
             copies = local.unsqueeze(0).expand(self.size, *local.shape).contiguous()
             dist.all_to_all_single(
-                out, copies.flatten(0, 1), list(sizes), [local.shape[0]] * self.size, group=self.group
+                out,
+                copies.flatten(0, 1),
+                list(sizes),
+                [local.shape[0]] * self.size,
+                group=self.group,
             )
         return out.movedim(0, dim)
 
@@ -136,8 +145,8 @@ class Groups:
     def _warm_up(self, plan: Plan) -> None:
         """Connects every communicator now, in the plan's order.
 
-        NCCL connects at first use, which blocks the host and waits for the device: in the middle of a schedule,
-        with messages in flight, that deadlocks.
+        NCCL connects at first use, which blocks the host and waits for the device: in the middle of
+        a schedule, with messages in flight, that deadlocks.
         """
         token = torch.zeros(1, device="cuda")
         for group in plan.groups:

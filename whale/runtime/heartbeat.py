@@ -1,8 +1,9 @@
-"""Heartbeats: who is alive and how far each rank has come, so that a dead or hung rank is named by the others.
+"""Heartbeats: how far each rank has come, so that the others can name a dead or hung one.
 
-Place in the flow: started by `wh.parallelize`, told of every action by the executor. A thread writes this rank's
-position to the job's store once a second and reads nothing; only when communication fails are the others'
-positions read. With NCCL, whose waiting cannot be interrupted, the thread itself ends a rank whose peer is gone.
+Place in the flow: started by `wh.parallelize`, told of every action by the executor. A thread
+writes this rank's position to the job's store once a second and reads nothing; only when
+communication fails are the others' positions read. With NCCL, whose waiting cannot be interrupted,
+the thread itself ends a rank whose peer is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch.distributed as dist
 from whale.errors import RankError
 
 _PERIOD = 1.0
-# A process that has not written for this long is taken for dead: many periods, since a loaded machine starves threads.
+# A process that has not written for this long is taken for dead: many periods, since a loaded
+# machine starves threads.
 _DEAD_AFTER = 10.0
 
 
@@ -106,7 +108,8 @@ class Heartbeat:
             beats = self.beats()
         except Exception as gone:  # noqa: BLE001 - whatever the store raises, it is not there
             return RankError(
-                f"rank {self.rank}: communication failed and the job's store is gone ({gone}): the process that "
+                f"rank {self.rank}: communication failed and the job's store is gone ({gone}): "
+                "the process that "
                 "started the job, or rank 0, has ended",
                 hint="look at the end of its log",
             )
@@ -119,12 +122,14 @@ class Heartbeat:
         elif silent:
             first = max(silent, key=lambda b: b.age)
             what = (
-                f"rank {first.rank} died (silent for {first.age:.0f} s) in step {first.step} at {first.name}"
+                f"rank {first.rank} died (silent for {first.age:.0f} s) in step {first.step} "
+                f"at {first.name}"
             )
         elif others:
             first = min([*others], key=lambda b: (b.step, b.action))
             what = (
-                f"rank {first.rank} hangs in step {first.step} at {first.name} for {first.since:.0f} s "
+                f"rank {first.rank} hangs in step {first.step} at {first.name} for "
+                f"{first.since:.0f} s "
                 f"(timeout {self.timeout:g} s)"
             )
         else:
@@ -133,7 +138,8 @@ class Heartbeat:
         reason = f" [{text[0][:200]}]" if text else ""
         return RankError(
             f"rank {self.rank} in step {self.step} at {self.name}: {what}{reason}",
-            hint="look at that rank's own log first; Config timeout_seconds sets how long ranks wait",
+            hint="look at that rank's own log first; Config timeout_seconds sets how long ranks "
+            "wait",
         )
 
     def close(self) -> None:
@@ -142,7 +148,15 @@ class Heartbeat:
         self._thread.join(timeout=5.0)
 
 
-_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "broken pipe", "socket")
+_SIGNS = (
+    "gloo",
+    "nccl",
+    "connection closed",
+    "connection reset",
+    "timed out",
+    "broken pipe",
+    "socket",
+)
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -158,6 +172,11 @@ def start(rank: int, num_ranks: int, timeout: timedelta) -> Heartbeat | None:
     if num_ranks == 1 or not dist.is_initialized():
         return None
     store: Any = dist.distributed_c10d._get_default_store()
-    beat = Heartbeat(store.clone() if hasattr(store, "clone") else store, rank, num_ranks, timeout.total_seconds())
+    beat = Heartbeat(
+        store.clone() if hasattr(store, "clone") else store,
+        rank,
+        num_ranks,
+        timeout.total_seconds(),
+    )
     beat.fatal = dist.get_backend() == "nccl"
     return beat

@@ -1,9 +1,9 @@
-"""Means seen as sums: a loss averaged inside the model still comes out as the mean of the global batch.
+"""Means seen as sums: a loss averaged in parts is still the mean of the global batch.
 
-Place in the flow: wraps the code that computes the loss. A mean-reducing loss returns the same value as
-before; beside it the mode keeps *how many* elements it averaged, so that the executor can weigh each part by its
-count and divide once by the global count (design, decision 5). Means of different counts in one loss
-cannot be weighed by one number and are refused.
+Place in the flow: wraps the code that computes the loss. A mean-reducing loss returns the same
+value as before; beside it the mode keeps *how many* elements it averaged, so that the executor can
+weigh each part by its count and divide once by the global count (design, decision 5). Means of
+different counts in one loss cannot be weighed by one number and are refused.
 """
 
 from __future__ import annotations
@@ -104,14 +104,17 @@ _MEANS: dict[Any, Callable[..., tuple[Any, Count] | None]] = {
     torch.Tensor.mean: _mean,
 }
 # What a loss may go through and still be weighed by its count.
-_LINEAR = {
-    "mul", "__mul__", "__rmul__", "div", "__truediv__", "neg", "__neg__", "add", "__add__", "__radd__", "sub",
-    "__sub__", "__rsub__", "__iadd__", "add_", "float", "double", "to", "clone", "view", "reshape", "squeeze",
-}  # fmt: skip
+_LINEAR = frozenset(
+    "mul __mul__ __rmul__ div __truediv__ neg __neg__ add __add__ __radd__ sub __sub__ __rsub__ "
+    "__iadd__ add_ float double to clone view reshape squeeze".split()
+)
 
 
 class MeanTracker(TorchFunctionMode):
-    """Follows means to the loss. After the code ran, `count(loss)` says how many elements it averaged."""
+    """Follows means to the loss.
+
+    After the code ran, `count(loss)` says how many elements it averaged.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +153,8 @@ class MeanTracker(TorchFunctionMode):
         """The weight of a part: its count, or its rows for a loss that is no known mean."""
         if id(loss) in self.clash:
             raise WhaleError(
-                "the loss adds means over different numbers of elements, which no single weight makes exact",
+                "the loss adds means over different numbers of elements, which no single weight "
+                "makes exact",
                 hint="return one mean, or give every term the same count",
             )
         found = self.counts.get(id(loss))

@@ -1,7 +1,8 @@
 """Which optimizers may run on shards: the ones that treat every element by itself.
 
-Place in the flow: asked by Step when it makes the optimizer. An optimizer that looks at whole tensors (norms, rows
-and columns, matrices) would silently compute something else on a shard, so it is refused.
+Place in the flow: asked by Step when it makes the optimizer. An optimizer that looks at whole
+tensors (norms, rows and columns, matrices) would silently compute something else on a shard, so it
+is refused.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import torch
 
 from whale.errors import WhaleError
 
-_ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD", "SparseAdam",
-)  # fmt: skip
+_ELEMENTWISE = tuple(
+    "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta Rprop ASGD SparseAdam".split()
+)
 
 
 def check_elementwise(
@@ -27,8 +28,11 @@ def check_elementwise(
     if known or not split or promised:
         return
     raise WhaleError(
-        f"{type(optimizer).__name__} is not known to update every element by itself, and {len(split)} "
+        f"{type(optimizer).__name__} is not known to update every element by itself, and "
+        f"{len(split)} "
         f"parameters are split ({split[0]}, ...)",
-        hint="use an elementwise optimizer (" + ", ".join(_ELEMENTWISE[:4]) + ", ...), or promise it with "
+        hint="use an elementwise optimizer ("
+        + ", ".join(_ELEMENTWISE[:4])
+        + ", ...), or promise it with "
         "Config optimizer.elementwise=True",
     )

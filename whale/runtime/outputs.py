@@ -1,6 +1,7 @@
 """Merging named outputs over micro-batches and replicas: `wh.mean`, `wh.sum`, `wh.concat`.
 
-Place in the flow: used by Step for `outputs={"accuracy": wh.mean}`. EPL's graph collections, as values.
+Place in the flow: used by Step for `outputs={"accuracy": wh.mean}`. EPL's graph collections, as
+values.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def merge(parts: list[Part], wanted: Mapping[str, Merge], num_ranks: int) -> dic
     if not wanted:
         return {}
     mine = [
-        (row, rows, {name: _on_cpu(named.get(name)) for name in wanted}) for row, rows, named in parts
+        (row, rows, {name: _on_cpu(named.get(name)) for name in wanted})
+        for row, rows, named in parts
     ]
     gathered: list[list[Part]] = [mine]
     if num_ranks > 1:
@@ -59,7 +61,8 @@ def _merge_one(name: str, how: Merge, parts: list[Part]) -> Any:
     if not values or any(not isinstance(v, torch.Tensor) for _, v in values):
         raise WhaleError(
             f"outputs asks for {name!r}, which the model does not return as a tensor",
-            hint="name a key of the mapping the model or the loss returns (`output` is the model's own output)",
+            hint="name a key of the mapping the model or the loss returns (`output` is the "
+            "model's own output)",
         )
     if how.name == "concat":
         return torch.cat([v.reshape(1) if v.dim() == 0 else v for _, v in values])

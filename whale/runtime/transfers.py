@@ -1,9 +1,9 @@
 """Bridges between stages: whose rows go to whom, and the messages that carry them.
 
-Place in the flow: run by the executor's send and receive actions. Rows of a micro-batch are intervals on both
-sides, so a transfer is an intersection of intervals: any number of replicas, any shares, any widths.
-Inside a split group every member holds the whole value: consumer shard j hears from producer shard
-j mod width, and the other way round for gradients.
+Place in the flow: run by the executor's send and receive actions. Rows of a micro-batch are
+intervals on both sides, so a transfer is an intersection of intervals: any number of replicas, any
+shares, any widths. Inside a split group every member holds the whole value: consumer shard j hears
+from producer shard j mod width, and the other way round for gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from whale.ir.virtual_device import VirtualDevice
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [low, high) of a micro-batch between this rank and `peer`; None: a value without rows."""
+    """Rows [low, high) of a micro-batch between this rank and `peer`; None.
+
+    A value without rows.
+    """
 
     peer: int
     rows: Span | None
@@ -87,7 +90,10 @@ def gradient_incoming(
 def gradient_outgoing(
     source: VirtualDevice, target: VirtualDevice, rank: int, rows: int, batched: bool
 ) -> list[Piece]:
-    """The gradients `rank` of `target` sends back to `source`: the mirror of `gradient_incoming`."""
+    """The gradients `rank` of `target` sends back to `source`.
+
+    The mirror of `gradient_incoming`.
+    """
     found = []
     for replica in source.replicas:
         for peer in replica.ranks:
@@ -100,12 +106,13 @@ def gradient_outgoing(
 
 
 class Channels:
-    """Ordered point-to-point messages. With NCCL every ordered pair of ranks has a communicator of its own
-    (it knows no tags); with Gloo a tag per message does the same on one group."""
+    """Ordered point-to-point messages.
 
-    def __init__(
-        self, rank: int, groups: dict[tuple[int, int], dist.ProcessGroup | None]
-    ) -> None:
+    With NCCL every ordered pair of ranks has a communicator of its own
+    (it knows no tags); with Gloo a tag per message does the same on one group.
+    """
+
+    def __init__(self, rank: int, groups: dict[tuple[int, int], dist.ProcessGroup | None]) -> None:
         self.rank = rank
         self.groups = groups
         self.sent: dict[int, int] = {}

@@ -1,0 +1,81 @@
+"""The parity matrix: loss, gradients and weights after 3 AdamW steps equal one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.layouts import LAYOUTS
+from tests.parity.matrix import MATRIX, REFUSED, family, pairwise
+from tests.parity.parity import compare, compare_with_one_rank, train
+from tests.parity.zoo import CASE_NAMES
+from tests.ranks import RankFailure, run_ranks
+
+TOLERANCE = 1e-9
+CHOSEN = set(pairwise())
+# At least 90 % of the parameters of a split TaskGraph that holds whole blocks are truly split.
+MOSTLY_SPLIT = ("gpt", "hf_bert", "hf_gpt2")
+
+
+def _params() -> list[object]:
+    return [
+        pytest.param(case, layout, id=f"{case}-{layout}")
+        if (case, layout) in CHOSEN
+        else pytest.param(case, layout, id=f"{case}-{layout}", marks=pytest.mark.full)
+        for case, layout in MATRIX
+    ]
+
+
+@pytest.mark.parametrize(("case", "layout"), _params())
+def test_equal_to_one_device(case: str, layout: str) -> None:
+    if (case, layout) in REFUSED:
+        with pytest.raises(RankFailure, match=r"can be split[\s\S]*hint:"):
+            run_ranks(LAYOUTS[layout].num_ranks, train, case, layout)
+        return
+    worst = compare(case, layout)
+    assert worst["loss"] < TOLERANCE, worst
+    assert worst["gradient"] < TOLERANCE, worst
+    assert worst["weight"] < TOLERANCE, worst
+    if case in MOSTLY_SPLIT and family(layout) in (
+        "tensor",
+        "data-tensor",
+        "3d",
+        "tensor-pipeline",
+    ):
+        assert min(worst["split_share"]) >= 0.9, worst
+
+
+def test_pairwise_part_covers_the_matrix() -> None:
+    assert {c for c, _ in CHOSEN} == set(CASE_NAMES)
+    assert {name for _, name in CHOSEN} == set(LAYOUTS) - {"one"}
+    families = {family(name) for _, name in MATRIX}
+    assert {(c, family(name)) for c, name in CHOSEN} == {
+        (c, f) for c in CASE_NAMES for f in families
+    }
+    for case in CASE_NAMES:
+        nested = [n for c, n in MATRIX if c == case and LAYOUTS[n].nested and (c, n) not in REFUSED]
+        assert len(nested) >= 8
+
+
+DROPOUT = [
+    ("gpt", "data-uneven"),
+    ("gpt", "tensor-uneven"),
+    ("gpt", "colocated-uneven"),
+    ("encdec", "1f1b"),
+    ("encdec", "pipeline-tensor-uneven"),
+    ("lstm", "zero-bubble"),
+    ("hf_bert", "data-tensor-uneven"),
+    ("hf_gpt2", "interleaved"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(c, n, marks=() if (c, n) in DROPOUT else pytest.mark.full, id=f"{c}-{n}")
+        for c, n in MATRIX
+        if c != "resnet" and (c, n) not in REFUSED
+    ],
+)
+def test_dropout_masks_do_not_depend_on_the_layout(case: str, layout: str) -> None:
+    worst = compare_with_one_rank(case, layout, 0.1)
+    assert max(worst["loss"], worst["gradient"], worst["weight"]) < TOLERANCE, worst
