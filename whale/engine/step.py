@@ -27,10 +27,40 @@ from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.runtime import batch as batches
+from whale.runtime.executor import Totals
 from whale.runtime.heartbeat import is_communication_error
 from whale.runtime.heartbeat import start as start_heartbeat
 from whale.runtime.optimizer import check_elementwise
 from whale.runtime.outputs import Merge, merge
+
+
+class GlobalSums:
+    """The loss and its count over all ranks, on their way while the backward runs."""
+
+    def __init__(self, num_ranks: int, device: torch.device) -> None:
+        self.num_ranks = num_ranks
+        self.numbers = torch.zeros(2, dtype=torch.float64, device=device)
+        self.work: dist.Work | None = None
+        self.started = False
+
+    def start(self, totals: Totals) -> None:
+        """This rank's part is complete."""
+        self.numbers = torch.stack([totals.loss, totals.count])
+        self._launch()
+
+    def _launch(self) -> None:
+        self.started = True
+        if self.num_ranks > 1:
+            self.work = dist.all_reduce(self.numbers, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """(loss, count) of the global batch; a rank that ran nothing adds zeros."""
+        if not self.started:
+            self._launch()
+        if self.work is not None:
+            self.work.wait()
+        return self.numbers
+
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
@@ -142,17 +172,14 @@ class Step:
             lowered.model.train()
         lowered.context.step = self.num_steps
         lowered.grads.zero()
-        totals = lowered.executor.run(batch, self._actions, lowered.grads)
-        # The two numbers travel while the last gradients do.
-        summed = torch.stack([totals.loss, totals.count])
-        work = dist.all_reduce(summed, async_op=True) if self.plan.num_ranks > 1 else None
+        sums = GlobalSums(self.plan.num_ranks, lowered.device)
+        totals = lowered.executor.run(batch, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
-        if work is not None:
-            work.wait()
+        summed = sums.wait()
         count = summed[1]
         max_norm = self._config.optimizer.max_grad_norm
-        sums = self._config.communication.gradients_reduce_method == "sum"
-        factor = torch.ones_like(count) if sums else 1.0 / count
+        divide = self._config.communication.gradients_reduce_method == "mean"
+        factor = 1.0 / count if divide else torch.ones_like(count)
         metrics: dict[str, Any] = {"loss": summed[0] / count}
         if max_norm is not None:
             squares = self._sum(lowered.grads.square_sum(lowered.device))

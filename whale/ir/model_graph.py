@@ -305,8 +305,7 @@ def assign_stages(
     edges: set[tuple[int, int]] = set()
     for index, node in enumerate(nodes):
         target = stages[index]
-        for i in node.inputs:
-            source = stages[i]
-            if source is not None and target is not None and source != target:
-                edges.add((source, target))
+        for origin in (stages[i] for i in node.inputs):
+            if origin is not None and target is not None and origin != target:
+                edges.add((origin, target))
     return tuple(stages), tuple(sorted(edges))

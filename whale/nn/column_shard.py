@@ -39,7 +39,7 @@ class ColumnShard(torch.Tensor):
         made.local, made.shard = local, shard
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ColumnShard(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
     def full(self) -> torch.Tensor:

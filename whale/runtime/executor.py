@@ -150,10 +150,17 @@ class Executor:
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def run(self, batch: Any, actions: Sequence[Action], grads: GradientBuckets | None) -> Totals:
-        """Runs `actions` on a global batch.
+    def run(
+        self,
+        batch: Any,
+        actions: Sequence[Action],
+        grads: GradientBuckets | None,
+        after_forwards: Callable[[Totals], None] | None = None,
+    ) -> Totals:
+        """Runs `actions` on a global batch; without `grads` only forwards are meant to be in them.
 
-        Without `grads` only forwards are meant to be in them.
+        `after_forwards` is called once this rank's last forward has run and been sent: the loss and
+        its count are complete then, well before the last backward.
         """
         total_rows = batches.num_rows(batch)
         self._cuts = micro_batch_cuts(total_rows, self.plan.num_micro_batch)
@@ -162,6 +169,7 @@ class Executor:
         self._totals = Totals(zero.clone(), zero.clone(), [])
         last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
         ends = {i: frozenset(s for s, j in last.items() if j > i) for i in last.values()}
+        forwards = max((i for i, a in enumerate(actions) if a.kind in ("F", "SF")), default=-1)
         for index, action in enumerate(actions):
             if self.on_action is not None:
                 self.on_action(index, action)
@@ -171,6 +179,8 @@ class Executor:
             getattr(self, f"_do_{action.kind}")(action)
             if remaining is not None and grads is not None:
                 grads.finish(action.stage, remaining)
+            if index == forwards and after_forwards is not None:
+                after_forwards(self._totals)
         self.channels.drain()
         self._flights.clear()
         self._arrivals.clear()
