@@ -1,4 +1,4 @@
-"""`wh.shard`: each rank reads its own rows, nothing is lost or doubled, and nothing else changes."""
+"""`wh.shard`: each rank reads its own rows, nothing is lost or doubled, losses stay the same."""
 
 from __future__ import annotations
 
@@ -138,9 +138,7 @@ def train_all_ways(layout_name: str, with_workers: bool) -> dict[str, Any]:
 def test_every_source_trains_as_the_whole_batch(layout_name: str) -> None:
     layout = LAYOUTS[layout_name]
     with_workers = layout_name == "accumulate-uneven"
-    results = run_ranks(
-        layout.num_ranks, train_all_ways, layout_name, with_workers, timeout=110.0
-    )
+    results = run_ranks(layout.num_ranks, train_all_ways, layout_name, with_workers, timeout=110.0)
     computed: dict[int, Counter[int]] = {}
     for rank, result in enumerate(results):
         whole = result["whole"]

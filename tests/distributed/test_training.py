@@ -21,7 +21,7 @@ import whale as wh
 from tests.parity import zoo
 from tests.parity.layouts import LAYOUTS, layer_paths
 from tests.parity.reference import greatest_entry, relative_error
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 from whale.errors import WhaleError
 
 ROWS = 7
@@ -52,7 +52,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
     "sgd": partial(torch.optim.SGD, lr=1e-3),
     "groups": by_name,
-    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    # Its epsilon, far below a float's, would blow up the rounding in gradients that are truly zero.
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2, eps=(1e-8, 1e-3)),
 }
 
 
@@ -317,8 +318,24 @@ def test_a_mean_that_cannot_be_weighed_is_refused() -> None:
     assert "hint: average with a torch loss" in text
 
 
-def test_a_mean_is_refused_though_the_first_rows_look_alike() -> None:
-    assert "computed at once" in refuse("by hand", [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+@pytest.mark.xfail(
+    strict=True,
+    reason="check_parts tries the first 4 rows only: a mask that is full there hides the mean by "
+    "hand, which is then weighed by rows without a word",
+)
+def test_a_mean_by_hand_is_exact_or_refused_though_the_first_rows_look_alike() -> None:
+    torch.manual_seed(0)
+    model, batch = Masked("by hand").double(), masked_batch([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    try:
+        step = wh.parallelize(
+            model, optimizer=sgd, batch=batch, config=LAYOUTS["accumulate"].config
+        )
+    except WhaleError:
+        return
+    got = float(step(batch)["loss"])
+    step.close()
+    assert got == pytest.approx(model(*batch).item(), rel=TOLERANCE)
 
 
 def test_means_over_different_counts_are_refused() -> None:
@@ -417,7 +434,7 @@ def close_and_go_on(layout_names: list[str]) -> list[Any]:
 
 
 def test_a_closed_step_leaves_room_for_another_layout() -> None:
-    layouts = ["data-tensor", "data-pipeline-uneven", "pipeline-tensor-uneven", "data-tensor-uneven"]
+    layouts = ["data-pipeline-uneven", "pipeline-tensor-uneven", "data-tensor-uneven"]
     truth = plain()
     for found in run_ranks(4, close_and_go_on, layouts, timeout=110.0):
         assert_same(found, truth)
@@ -427,17 +444,17 @@ def test_a_closed_step_leaves_room_for_another_layout() -> None:
 
 
 class Bend(torch.autograd.Function):
-    """x * |x|, with a backward of its own."""
+    """A bounded curve whose backward is not its derivative: autograd's own would be seen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x * x.abs()
+        return x / (1 + x.abs())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (x,) = ctx.saved_tensors
-        return grads[0] * 2 * x.abs()
+        return grads[0] * (0.5 + 0.1 * x.abs())
 
 
 class OddBlock(nn.Module):
@@ -455,32 +472,35 @@ class OddBlock(nn.Module):
 
 
 class Odd(nn.Module):
-    """Blocks that pass two tensors on; glue with einsum between them."""
+    """Blocks that pass two tensors on; glue with einsum between them, and a Function if told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bent_glue: bool) -> None:
         super().__init__()
+        self.bent_glue = bent_glue
         self.blocks = nn.ModuleList(OddBlock(5) for _ in range(4))
 
     def forward(self, x_bd: Tensor) -> Tensor:
         side_bd = torch.einsum("bd->bd", x_bd.cos())
         for block in self.blocks:
             x_bd, side_bd = block(x_bd, side_bd)
+            if self.bent_glue:
+                x_bd = Bend.apply(x_bd)
         return torch.einsum("bi,bj->bij", x_bd, side_bd)
 
 
-def odd() -> tuple[nn.Module, list[Any]]:
+def odd(bent_glue: bool) -> tuple[nn.Module, list[Any]]:
     torch.manual_seed(0)
-    model = Odd().double()
+    model = Odd(bent_glue=bent_glue).double()
     return model, [
         (torch.rand(ROWS, 5, dtype=torch.float64), torch.rand(ROWS, 5, 5, dtype=torch.float64))
         for _ in range(STEPS)
     ]
 
 
-def train_odd(layout_name: str) -> dict[str, Any]:
+def train_odd(layout_name: str, bent_glue: bool) -> dict[str, Any]:
     wh.init()
     layout = LAYOUTS[layout_name]
-    model, batches = odd()
+    model, batches = odd(bent_glue)
     layout.annotate(model, layer_paths(model, batches[0], F.mse_loss))
     step = wh.parallelize(
         model,
@@ -496,9 +516,8 @@ def train_odd(layout_name: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("layout_name", ["data-uneven", "1f1b", "data-pipeline-uneven"])
-def test_a_model_without_any_rule(layout_name: str) -> None:
-    model, batches = odd()
+def compare_odd(layout_name: str, bent_glue: bool) -> None:
+    model, batches = odd(bent_glue)
     optimize = OPTIMIZERS["adamw"](model.parameters())
     losses = []
     for x, y in batches:
@@ -508,5 +527,26 @@ def test_a_model_without_any_rule(layout_name: str) -> None:
         optimize.step()
         losses.append(loss.item())
     truth = {"losses": losses, "norms": [], "state": model.state_dict()}
-    results = run_ranks(LAYOUTS[layout_name].num_ranks, train_odd, layout_name, timeout=110.0)
-    assert_same(results, truth)
+    assert_same(run_ranks(LAYOUTS[layout_name].num_ranks, train_odd, layout_name, bent_glue), truth)
+
+
+@pytest.mark.parametrize("layout_name", ["data-uneven", "1f1b", "data-pipeline-uneven"])
+def test_a_model_without_any_rule(layout_name: str) -> None:
+    compare_odd(layout_name, False)
+
+
+def test_a_function_of_the_users_between_layers() -> None:
+    compare_odd("data-uneven", True)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="with several stages the glue tracer records what happens inside a Function's forward, "
+    "so that its own backward is silently replaced by autograd's",
+)
+def test_a_function_of_the_users_between_layers_of_a_pipeline_is_exact_or_refused() -> None:
+    try:
+        compare_odd("1f1b", True)
+    except RankFailure as failure:
+        assert "CaptureError" in str(failure)

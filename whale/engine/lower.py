@@ -23,7 +23,7 @@ from whale.engine.weights import local_copy
 from whale.errors import PlanError
 from whale.ir.homes import rank_buckets, sum_groups
 from whale.ir.model_graph import assign_stages
-from whale.ir.plan import Plan
+from whale.ir.plan import Plan, SplitLayer
 from whale.ir.sharding import Piece
 from whale.nn.batch_norm import SyncedBatchNorm
 from whale.nn.deferred import WeightQueue
@@ -76,7 +76,7 @@ def lower(
     local, params, pieces = local_copy(model, plan, rank, device, seed)
     modules = dict(local.named_modules(remove_duplicate=False))
     names = CallNames(context)
-    shards = _install_splits(plan, rank, modules, groups, context, names)
+    shards = _install_splits(plan, rank, modules, groups, context, names, captured)
     _install_norms(plan, rank, local, groups)
     random = install_randomness(
         local, captured, context, names, shards, whole=len(plan.stages) == 1
@@ -153,6 +153,7 @@ def _install_splits(
     groups: Groups,
     context: StepContext,
     names: CallNames,
+    captured: Captured,
 ) -> dict[str, Shard]:
     """Puts the sharded forwards in place.
 
@@ -176,6 +177,7 @@ def _install_splits(
                 cuts=split.cuts_of(replica),
                 params=dict(split.params),
                 rows=None if around else rows,
+                overlap=_used_once(captured, split),
             )
             install(split.rule, split.path, split.modules, shard, modules)
             if around and rows is not None:
@@ -188,6 +190,17 @@ def _install_splits(
                 inside[split.path] = shard
                 with_heads(modules[split.path], shard, names)
     return inside
+
+
+def _used_once(captured: Captured, split: SplitLayer) -> bool:
+    """Whether every weight of a split is used exactly once in a forward."""
+    if captured.program is None:
+        return False
+    layers = [op.layer for op in captured.program.ops if op.layer is not None]
+    around = [p for p in layers if split.path == p or split.path.startswith(f"{p}.") or p == ""]
+    alone = split.rule != "column" or split.path in layers
+    tied = any(captured.graph.parameter(name).aliases for name, _ in split.params)
+    return len(around) == 1 and alone and not tied
 
 
 def _install_deferral(plan: Plan, local: nn.Module) -> WeightQueue | None:

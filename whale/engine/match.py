@@ -287,6 +287,9 @@ def _attention_options(
             continue
         columns = [fused] if fused is not None else [q, k, v]
         found = [c for c in columns if c]
+        calls = [sum(1 for op in program.ops if op.layer == m) for m in (*found, out)]
+        if set(calls) != {1}:
+            continue
         option = _by_heads(path, found, out, heads_seen, modules, names)
         if option is not None:
             options.append(replace(option, entered=_entered(program, frozenset(found))))

@@ -127,30 +127,62 @@ def rank_slices(plan: Plan, rank: int) -> list[Slice]:
     """The slices `rank` owns, last parameter first: the order gradients come in."""
     slices: list[Slice] = []
     for home in reversed(plan.homes):
-        piece = plan.piece(home, rank)
-        if piece is None:
+        if plan.piece(home, rank) is None:
             continue
-        found: list[Slice] = []
-        for dim, span, groups in syncs(plan, home):
-            mine = next((sync for sync in groups if rank in sync.ranks), None)
-            if mine is None:
-                continue
-            shape = list(home.shape)
-            if span is not None:
-                shape[dim] = span[1] - span[0]
-            numel = 1
-            for size in shape:
-                numel *= size
-            owner = min(groups[0].ranks)
-            found.append(Slice(home=home, dim=dim, span=span, sync=mine, owner=owner, numel=numel))
-        if found and all((s.sync, s.owner) == (found[0].sync, found[0].owner) for s in found):
-            total = sum(s.numel for s in found)
-            first = found[0]
-            found = [
-                Slice(home=home, dim=0, span=None, sync=first.sync, owner=first.owner, numel=total)
-            ]
-        slices += found
+        stretches = syncs(plan, home)
+        found = [
+            Slice(
+                home=home,
+                dim=dim,
+                span=span,
+                sync=mine,
+                owner=min(groups[0].ranks),
+                numel=_numel(home, dim, span),
+            )
+            for dim, span, groups in stretches
+            for mine in groups
+            if rank in mine.ranks
+        ]
+        slices += [_joined(found)] if found and _alike(stretches, rank) else found
     return slices
+
+
+def _alike(stretches: list[tuple[int, Span | None, list[Sync]]], rank: int) -> bool:
+    """Whether all members of the rank's groups hold exactly the stretches it holds.
+
+    Then each may treat what it holds as one slice; otherwise the others would lay out the same
+    elements in another order, or cut their buckets elsewhere.
+    """
+    held: dict[int, list[int]] = {}
+    for index, (_, _, groups) in enumerate(stretches):
+        for sync in groups:
+            for member in sync.ranks:
+                held.setdefault(member, []).append(index)
+    mine = [s for _, _, groups in stretches for s in groups if rank in s.ranks]
+    members = {member for sync in mine for member in sync.ranks}
+    return len(set(mine)) == 1 and all(held[member] == held[rank] for member in members)
+
+
+def _joined(found: list[Slice]) -> Slice:
+    first = found[0]
+    return Slice(
+        home=first.home,
+        dim=0,
+        span=None,
+        sync=first.sync,
+        owner=first.owner,
+        numel=sum(piece.numel for piece in found),
+    )
+
+
+def _numel(home: Home, dim: int, span: Span | None) -> int:
+    shape = list(home.shape)
+    if span is not None:
+        shape[dim] = span[1] - span[0]
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
 
 
 FIRST_BUCKET_BYTES = 1 << 20

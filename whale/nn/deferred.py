@@ -27,6 +27,11 @@ class WeightQueue:
         """Adds the weight gradients of one module."""
         self.waiting.append(work)
 
+    def run(self) -> None:
+        """Computes all that waits."""
+        for work in self.take():
+            work()
+
     def take(self) -> list[Callable[[], None]]:
         """All that waits, in order; the queue is empty after."""
         found = list(self.waiting)
@@ -41,12 +46,14 @@ class _Defer(torch.autograd.Function):
         x: torch.Tensor,
         fn: Callable[[torch.Tensor], torch.Tensor],
         queue: WeightQueue,
-        *weights: torch.Tensor,
+        weights: tuple[torch.Tensor, ...],
+        *anchors: torch.Tensor,
     ) -> torch.Tensor:
         with torch.enable_grad():
             inside = x.detach().requires_grad_(x.requires_grad)
             out = fn(inside)
         ctx.inside, ctx.out, ctx.queue, ctx.weights = inside, out, queue, weights
+        ctx.num_anchors = len(anchors)
         return out.detach()
 
     @staticmethod
@@ -61,7 +68,7 @@ class _Defer(torch.autograd.Function):
 
         ctx.queue.push(later)
         ctx.inside = ctx.out = None
-        return (grad, None, None, *([None] * len(weights)))
+        return (grad, None, None, None, *([None] * ctx.num_anchors))
 
 
 def deferred(
@@ -71,10 +78,13 @@ def deferred(
     queue: WeightQueue | None,
 ) -> torch.Tensor:
     """`fn(x)`, whose gradients for `weights` wait in `queue`; without a queue, plainly `fn(x)`."""
-    trainable = [w for w in weights if w.requires_grad]
+    trainable = tuple(w for w in weights if w.requires_grad)
     if queue is None or not trainable or not torch.is_grad_enabled():
         return fn(x)
-    return _Defer.apply(x, fn, queue, *trainable)  # type: ignore[no-untyped-call,no-any-return]
+    # Something must tie the output to the graph: the input, or the weights where it has no gradient
+    # (token ids). Only there, for their hooks would take the missing gradient for the final one.
+    anchors = () if x.requires_grad else trainable
+    return _Defer.apply(x, fn, queue, trainable, *anchors)  # type: ignore[no-untyped-call,no-any-return]
 
 
 QUEUE = "_whale_weight_queue"

@@ -27,6 +27,8 @@ class Shard:
     cuts: tuple[int, ...]
     params: dict[str, DimSharding]
     rows: RowLayout | None = None
+    overlap: bool = False
+    """Whether its weights are used once in a forward, so that their gradients may come late."""
 
     @property
     def communicator(self) -> Communicator:
@@ -57,10 +59,15 @@ class Shard:
         unit = size // self.cuts[-1]
         return [(b - a) * unit for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """A whole input, for a product with sharded weights."""
+    def enter(
+        self, x: torch.Tensor, meanwhile: collectives.Meanwhile | None = None
+    ) -> torch.Tensor:
+        """A whole input, for a product with sharded weights.
+
+        `meanwhile` runs in backward while the input's gradient is summed; not across replicas.
+        """
         if self.rows is None:
-            return collectives.enter(x, self.group)
+            return collectives.enter(x, self.group, meanwhile)
         sizes = self.rows.scaled_own(x.shape[0], self.index)
         return collectives.enter_rows(x, 0, sizes, self.group)
 

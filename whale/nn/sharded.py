@@ -46,8 +46,16 @@ def features(module: nn.Module) -> tuple[int, int]:
     return weight.shape[out_dim], weight.shape[in_dim]
 
 
-def product(module: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x` times the module's weight, which may be a shard."""
+def product(
+    module: Any,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    queue: WeightQueue | None = None,
+) -> torch.Tensor:
+    """`x` times the module's weight, which may be a shard.
+
+    Weight gradients wait in the schedule's queue where it defers them, else in `queue` if given.
+    """
     weights = [module.weight] if bias is None else [module.weight, bias]
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +66,7 @@ def product(module: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
             return out.view(*x.shape[:-1], out.shape[-1])
         return F.linear(x, module.weight, bias)
 
-    return deferred(run, x, weights, queue_of(module))
+    return deferred(run, x, weights, queue_of(module) or queue)
 
 
 def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -114,23 +122,32 @@ def can_defer(module: nn.Module) -> bool:
 class SharedInput:
     """One `enter` for all columns that read the same tensor (query, key and value).
 
-    One sum in backward.
+    In backward there is one sum for all of them, and their weight gradients are computed while it
+    travels: the products leave them in a queue that the `enter` empties.
     """
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.source: torch.Tensor | None = None
         self.entered: torch.Tensor | None = None
+        self.queue: WeightQueue | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The replaced forward."""
+        """`x`, entered once."""
         if self.source is not x or self.entered is None:
-            self.source, self.entered = x, self.shard.enter(plain(x))
+            whole = plain(x)
+            # Without a gradient for x, or across replicas, nothing would ever empty the queue; a
+            # weight used twice would be taken for final after its first use.
+            inside = self.shard.overlap and self.shard.rows is None
+            overlaps = inside and whole.requires_grad and torch.is_grad_enabled()
+            self.queue = WeightQueue() if overlaps else None
+            meanwhile = self.queue.run if self.queue is not None else None
+            self.source, self.entered = x, self.shard.enter(whole, meanwhile)
         return self.entered
 
     def clear(self) -> None:
         """Forgets the tensor, so that it can be freed."""
-        self.source = self.entered = None
+        self.source = self.entered = self.queue = None
 
 
 class Column:
@@ -141,7 +158,8 @@ class Column:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The replaced forward."""
-        return product(self.module, self.shared(x), self.module.bias)
+        entered = self.shared(x)
+        return product(self.module, entered, self.module.bias, self.shared.queue)
 
 
 class Row:
@@ -165,10 +183,9 @@ class LoneColumn:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The replaced forward."""
-        entered = self.shard.enter(plain(x))
-        return ColumnShard(
-            product(self.module, entered, self.module.bias), self.shard, self.columns
-        )
+        shared = SharedInput(self.shard)
+        local = product(self.module, shared(x), self.module.bias, shared.queue)
+        return ColumnShard(local, self.shard, self.columns)
 
 
 class RowsAround:

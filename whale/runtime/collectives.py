@@ -21,6 +21,7 @@ gradient under torch.compile on torch 2.11.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,18 +70,31 @@ all_sum.register_autograd(
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: str, meanwhile: Meanwhile | None) -> torch.Tensor:
+        ctx.group, ctx.meanwhile = group, meanwhile
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return communicator(ctx.group).all_reduce(grads[0]), None
+        total, work = communicator(ctx.group).start_all_reduce(grads[0])
+        if ctx.meanwhile is not None:
+            ctx.meanwhile()
+        if work is not None:
+            work.wait()
+        return total, None, None
 
 
-def enter(x: torch.Tensor, group: str) -> torch.Tensor:
-    """A whole input of a sharded product: its gradient is the SUM of the shards' partial ones."""
-    return _Enter.apply(x, group) if x.requires_grad else x  # type: ignore[no-untyped-call,no-any-return]
+Meanwhile = Callable[[], None]
+
+
+def enter(x: torch.Tensor, group: str, meanwhile: Meanwhile | None = None) -> torch.Tensor:
+    """A whole input of a sharded product: its gradient is the SUM of the shards' partial ones.
+
+    `meanwhile` is run in backward while that sum travels; an `x` without a gradient never runs it.
+    """
+    if not x.requires_grad:
+        return x
+    return _Enter.apply(x, group, meanwhile)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _gathered(x: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:

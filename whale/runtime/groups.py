@@ -55,6 +55,12 @@ class Communicator:
             dist.all_reduce(out, group=self.group)
         return out
 
+    def start_all_reduce(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        """A new tensor that will be the SUM once the work is waited for."""
+        self._note("all_reduce")
+        out = tensor.contiguous().clone()
+        return out, self.all_reduce_(out, async_op=True)
+
     def all_reduce_(self, tensor: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
         """SUM in place."""
         if self.size == 1:
