@@ -31,6 +31,7 @@ from whale.ir.schedule import Action, Schedule
 from whale.planner.make_plan import make_plan
 from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
+from whale.runtime.agreement import check_same_weights
 from whale.runtime.outputs import Merge
 from whale.runtime.preflight import check_versions
 
@@ -112,6 +113,7 @@ def parallelize(
             hint=f"start it with `whale launch -n {plan.num_ranks}`, or plan for {num_ranks} "
             "devices",
         )
+    check_same_weights(model, rank, num_ranks, _local_device())
     if settings.check_parts:
         check_parts(model, batch, loss)
     names = frozenset(outputs or ())

@@ -64,6 +64,11 @@ class _Run:
     program: Program | None
     result: dict[str, Any]
 
+    @classmethod
+    def empty(cls) -> _Run:
+        """A run that saw nothing yet."""
+        return cls([], {}, {}, {}, {}, [], None, {})
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for torch.float32."""
@@ -128,7 +133,7 @@ def _run(
     with fake_mode():
         fake, names, values = _fake_copy(model)
         inputs = _fake_batch(batch, rows)
-        run = _Run([], {}, {}, {}, {}, [], None, {})
+        run = _Run.empty()
         tracer = GlueTracer(batches.leaves(inputs), names)
         add_constants(tracer, values)
         run.calls = tracer.calls
@@ -235,11 +240,18 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
         first, second = (_run(model, batch, loss, r, split_layers, True) for r in ROWS)
         assert first.program is not None and second.program is not None
         program = merge(first.program, second.program, ROWS)
-    except CaptureError as error:
+    except WhaleError as error:
+        if not isinstance(error, CaptureError):
+            raise
         refusal = error
-        first, second = (_run(model, batch, loss, r, split_layers, False) for r in ROWS)
-    except WhaleError:
-        raise
+        first, second = _untraced(model, batch, loss, split_layers, error)
+    except Exception as error:  # noqa: BLE001 - a user's forward on fake tensors
+        refusal = CaptureError(
+            f"the model cannot run on fake tensors: {type(error).__name__}: {error}"[:600],
+            hint="stages and `split` need a forward whose shapes do not depend on values; data "
+            "parallelism does not",
+        )
+        first, second = _untraced(model, batch, loss, split_layers, refusal)
     graph = _graph(model, layers, tags, first, second, program)
     return Captured(
         graph=graph,
@@ -272,6 +284,29 @@ def _random_calls(
         numbers[a.layer] = number + 1
         found[a.layer, number] = _changed(a.shape, b.shape)
     return found
+
+
+def _untraced(
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    split_layers: set[str],
+    refusal: CaptureError,
+) -> tuple[_Run, _Run]:
+    """The runs of a model whose glue cannot be traced: good enough for one stage.
+
+    Code that reads values cannot run on fake tensors at all; then nothing is known but the modules,
+    which is all that data parallelism needs.
+    """
+    try:
+        first, second = (_run(model, batch, loss, r, split_layers, False) for r in ROWS)
+    except WhaleError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a user's forward raises on fake tensors
+        if split_layers:
+            raise refusal from error
+        return _Run.empty(), _Run.empty()
+    return first, second
 
 
 def _graph(

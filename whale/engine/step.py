@@ -70,8 +70,7 @@ class Step:
 
     Attributes:
         plan: The Plan that runs.
-        optimizer: This rank's optimizer, over its own pieces; learning-rate schedulers take it as
-        usual.
+        optimizer: This rank's optimizer, over its own pieces; schedulers take it as usual.
     """
 
     def __init__(
@@ -140,6 +139,12 @@ class Step:
         if not named:
             # A rank without trainable parameters still takes part in schedulers and checkpoints.
             named = [("whale.none", nn.Parameter(torch.zeros(0, device=self._lowered.device)))]
+        if isinstance(factory, torch.optim.Optimizer):
+            raise WhaleError(
+                f"`optimizer` is a {type(factory).__name__} over the whole model's parameters",
+                hint="pass a factory instead, such as partial(torch.optim.AdamW, lr=1e-4): every "
+                "rank makes its own over the pieces it holds",
+            )
         made = factory(named)
         if not isinstance(made, torch.optim.Optimizer):
             raise WhaleError(

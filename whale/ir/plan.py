@@ -185,6 +185,22 @@ class Plan:
                 return Piece(dims=((sharding.dim, sharding.spans(low, high)),))
         return WHOLE
 
+    def __str__(self) -> str:
+        lines = [f"Plan for model {self.model_hash} on {self.num_ranks} ranks: {self.strategy}"]
+        for stage in self.stages:
+            replicas = "  ".join(
+                f"{list(r.ranks)} x{r.weight}" for r in stage.virtual_device.replicas
+            )
+            lines.append(f"  stage {stage.index}: replicas {replicas}")
+            for index in stage.taskgraphs:
+                t = self.taskgraphs[index]
+                names = ", ".join(t.layers[:3]) + (", ..." if len(t.layers) > 3 else "")
+                text = f"    {t.name} ({t.kind}): {len(t.layers)} Layers: {names}"
+                if t.kind == "split":
+                    text += f"; {t.split_share:.0%} of its parameters split"
+                lines.append(text)
+        return "\n".join(lines)
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values (design: "Keys of a plan")."""
         return {

@@ -122,8 +122,8 @@ class Heartbeat:
         elif silent:
             first = max(silent, key=lambda b: b.age)
             what = (
-                f"rank {first.rank} died (silent for {first.age:.0f} s) in step {first.step} "
-                f"at {first.name}"
+                f"rank {first.rank} died (silent for {first.age:.0f} s), last seen in step "
+                f"{first.step} at {first.name}"
             )
         elif others:
             first = min([*others], key=lambda b: (b.step, b.action))
@@ -154,6 +154,8 @@ _SIGNS = (
     "connection closed",
     "connection reset",
     "timed out",
+    "timeout",
+    "pair closure",
     "broken pipe",
     "socket",
 )
