@@ -318,11 +318,6 @@ def test_a_mean_that_cannot_be_weighed_is_refused() -> None:
     assert "hint: average with a torch loss" in text
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="check_parts tries the first 4 rows only: a mask that is full there hides the mean by "
-    "hand, which is then weighed by rows without a word",
-)
 def test_a_mean_by_hand_is_exact_or_refused_though_the_first_rows_look_alike() -> None:
     torch.manual_seed(0)
     model, batch = Masked("by hand").double(), masked_batch([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
@@ -539,12 +534,6 @@ def test_a_function_of_the_users_between_layers() -> None:
     compare_odd("data-uneven", True)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="with several stages the glue tracer records what happens inside a Function's forward, "
-    "so that its own backward is silently replaced by autograd's",
-)
 def test_a_function_of_the_users_between_layers_of_a_pipeline_is_exact_or_refused() -> None:
     try:
         compare_odd("1f1b", True)

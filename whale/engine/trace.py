@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -75,6 +76,7 @@ class GlueTracer(TorchFunctionMode):
         self.keep: list[torch.Tensor] = []
         self.refs: dict[int, int] = {}
         self.pure: list[bool] = []
+        self.from_layers: set[int] = set()
         self.constants: dict[int, torch.Tensor] = {}
         self.paused = 0
         self.layer = ""
@@ -112,6 +114,12 @@ class GlueTracer(TorchFunctionMode):
                 return None if is_cache(item) else item
             if id(item) in self.refs:
                 index = self.refs[id(item)]
+                if isinstance(item.grad_fn, BackwardCFunction) and index not in self.from_layers:
+                    raise CaptureError(
+                        f"{where}: the glue between stages calls an autograd.Function "
+                        f"({type(item.grad_fn).__name__}), whose backward a trace would lose",
+                        hint="call it inside an annotated module, where it runs as it stands",
+                    )
                 pure = pure and self.pure[index]
                 return Ref(index)
             if id(item) in self.state:
@@ -143,6 +151,8 @@ class GlueTracer(TorchFunctionMode):
         (ref_args, ref_kwargs), pure, names = self.reference((args, kwargs), where)
         pure = pure and layer is None and not random
         outputs = tuple(self._value(tensor, pure=pure) for tensor in tensors_in(out))
+        if layer is not None:
+            self.from_layers.update(outputs)
         self.program.ops.append(
             Op(
                 layer=layer,

@@ -154,6 +154,18 @@ def take_rows(batch: Any, low: int, high: int, device: torch.device | None = Non
     return _walk(batch, cut)
 
 
+def spread_rows(batch: Any, count: int, device: torch.device) -> Any:
+    """`count` rows spread evenly over a whole batch, first and last among them."""
+    rows = num_rows(batch)
+    index = torch.linspace(0, rows - 1, count).round().long()
+
+    def pick(tensor: torch.Tensor) -> torch.Tensor:
+        chosen = tensor[index.to(tensor.device)] if has_rows(tensor, rows) else tensor
+        return chosen.to(device)
+
+    return _walk(batch, pick)
+
+
 def call_model(model: Callable[..., Any], loss: Loss | None, batch: Any) -> dict[str, Any]:
     """Runs the model, and the loss if given, on a batch: {"loss": ..., other named outputs}."""
     if loss is None:
