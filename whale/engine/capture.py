@@ -34,7 +34,7 @@ from whale.ir.plan import AROUND
 from whale.ir.strategy import Tag
 from whale.nn.forwards import replace_forward
 from whale.runtime import batch as batches
-from whale.runtime.compat import fake_mode, flop_counter
+from whale.runtime.compat import fake_mode, flop_counter, real_tensors
 
 ROWS = (2, 3)
 
@@ -98,7 +98,8 @@ def _fake_copy(model: nn.Module) -> tuple[nn.Module, dict[int, str], dict[int, t
         memo[id(buffer)] = fake_buffer
         names[id(fake_buffer)] = name
         if not buffer.is_meta:
-            values[id(fake_buffer)] = buffer.detach().cpu()
+            with real_tensors():
+                values[id(fake_buffer)] = buffer.detach().cpu()
     try:
         fake_model = copy.deepcopy(model, memo)
     except Exception as error:
