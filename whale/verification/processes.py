@@ -8,6 +8,7 @@ all of them, and is named.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -69,6 +70,10 @@ def run_forked(
     """
     context = multiprocessing.get_context("fork")
     children: dict[str, _Child] = {}
+    # A child must never collect the parent's garbage: a store or process group among it would join
+    # threads that the fork left behind, and abort.
+    gc.collect()
+    gc.freeze()
     try:
         for index, (name, function) in enumerate(functions.items()):
             ours, theirs = context.Pipe()
@@ -84,6 +89,7 @@ def run_forked(
                 process.start()
             theirs.close()
             children[name] = _Child(process, ours, stacks)
+        gc.unfreeze()
         _collect(list(children.values()), time.monotonic() + timeout)
         _raise_first(children, timeout)
         for child in children.values():
@@ -92,6 +98,7 @@ def run_forked(
             child.process.join(GRACE_S)
         return [child.value for child in children.values()]
     finally:
+        gc.unfreeze()
         for child in children.values():
             child.process.kill()
         for child in children.values():
