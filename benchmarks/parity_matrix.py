@@ -60,7 +60,8 @@ def _write(path: Path, rows: list[str], failed: int, missing: int) -> None:
         f"{datetime.now(UTC).isoformat(timespec='seconds')}, torch {torch.__version__}, CPU ranks "
         "(Gloo), float64, 3 AdamW steps, 7 rows.",
         "Error = max|a-b| / max(max|b| of the tensor, 1e-3 of the largest over all tensors); the "
-        f"largest over all tensors and ranks. {failed} above {TOLERANCE:g}; {missing} not run for lack of time.",
+        f"largest over all tensors and ranks. {failed} above {TOLERANCE:g}; {missing} not run for "
+        "lack of time.",
         "",
         "| model | layout | ranks | loss | gradient | weight | split |",
         "|---|---|---|---|---|---|---|",
