@@ -1,0 +1,26 @@
+"""Parity over NCCL on virtual GPUs: needs a GPU and CUDA MPS, skipped elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(shutil.which("nvidia-cuda-mps-control") is None, reason="needs CUDA MPS"),
+    pytest.mark.timeout(400),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_layouts_equal_one_device(ranks: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.parity_gpu", "--ranks", str(ranks)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
