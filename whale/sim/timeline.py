@@ -1,0 +1,113 @@
+"""Timeline: the Schedule's computes on a clock, for any cost of an action.
+
+Place in the flow: reads the same action lists as the executor, the checker and the printer. A
+compute starts when its device group is free and what it needs is there. Messages cost nothing here;
+the cost model gives them a price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from whale.errors import ScheduleError
+from whale.ir.schedule import Action, Schedule
+
+Cost = Callable[[Action], float]
+"""Seconds of a compute action."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One compute of one device group, in seconds from the start of the step."""
+
+    group: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All computes of a step, in the order they start."""
+
+    spans: tuple[Span, ...]
+    num_groups: int
+
+    @property
+    def step_s(self) -> float:
+        """When the last compute ends."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def busy_s(self, group: int) -> float:
+        """How long one device group computes."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.group == group)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the device groups' time in which they wait."""
+        total = self.num_groups * self.step_s
+        busy = sum(self.busy_s(group) for group in range(self.num_groups))
+        return 1.0 - busy / total if total else 0.0
+
+
+def timeline(schedule: Schedule, orders: Mapping[int, Sequence[Action]], cost: Cost) -> Timeline:
+    """Runs every group's computes in their order on a clock.
+
+    Args:
+        schedule: Stages, device groups and the edges between stages.
+        orders: The actions of each device group; messages in them are passed over.
+        cost: Seconds of a compute.
+    """
+    queues = {g: [a for a in actions if a.is_compute] for g, actions in orders.items()}
+    done: dict[tuple[str, int, int], float] = {}
+    clock = dict.fromkeys(queues, 0.0)
+    spans: list[Span] = []
+    position = dict.fromkeys(queues, 0)
+    while any(position[g] < len(queue) for g, queue in queues.items()):
+        moved = False
+        for group, queue in queues.items():
+            while position[group] < len(queue):
+                action = queue[position[group]]
+                ready = _ready(schedule, action, done)
+                if ready is None:
+                    break
+                start = max(clock[group], ready)
+                end = start + cost(action)
+                clock[group] = end
+                done[_key(action)] = end
+                spans.append(Span(group=group, action=action, start_s=start, end_s=end))
+                position[group] += 1
+                moved = True
+        if not moved:
+            stuck = {g: str(q[position[g]]) for g, q in queues.items() if position[g] < len(q)}
+            raise ScheduleError(
+                f"the schedule cannot go on: device groups wait at {stuck}",
+                hint="check it with whale.ir.deadlock.check_schedule, which prints the grid",
+            )
+    ordered = tuple(sorted(spans, key=lambda span: (span.start_s, span.group)))
+    return Timeline(spans=ordered, num_groups=len(queues))
+
+
+def _key(action: Action) -> tuple[str, int, int]:
+    # I and B both end in the input gradients that earlier stages wait for.
+    kind = "B" if action.kind == "I" else action.kind
+    return kind, action.stage, action.micro_batch
+
+
+def _ready(
+    schedule: Schedule, action: Action, done: Mapping[tuple[str, int, int], float]
+) -> float | None:
+    """When the inputs of a compute are there; None: not known yet."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind == "F":
+        needs = [("F", a, micro_batch) for a, b in schedule.edges if b == stage]
+    elif action.kind == "W":
+        needs = [("B", stage, micro_batch)]
+    else:
+        needs = [("F", stage, micro_batch)]
+        needs += [("B", b, micro_batch) for a, b in schedule.edges if a == stage]
+    times = [done.get(need) for need in needs]
+    if any(time is None for time in times):
+        return None
+    return max((time for time in times if time is not None), default=0.0)
