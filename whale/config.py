@@ -154,9 +154,9 @@ class CommunicationConfig(_Group):
     bucket_bytes: int = _setting(25_000_000, minimum=1)
     """Size of a fused gradient buffer."""
     max_splits: int | None = _setting(None, minimum=1)
-    """At most this many buckets, larger than `bucket_bytes` where needed; None for no limit."""
+    """At most this many buckets per group of ranks, besides a small first one; None: no limit."""
     sparse_as_dense: bool = _setting(False)
-    """Turn sparse gradients into dense ones before they are reduced."""
+    """EPL's key: Whale always accumulates and reduces dense gradients, with either value."""
     clip_after_allreduce: bool = _setting(
         True,
         choices=(True,),

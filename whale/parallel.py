@@ -71,11 +71,14 @@ def init(config: Config | Mapping[str, Any] | None = None, *, device: str | None
     check_versions(store, dist.get_rank(), dist.get_world_size())
 
 
-def _local_device() -> torch.device:
-    """The rank's own GPU, or the CPU."""
+def _local_device(config: Config | None = None) -> torch.device:
+    """The rank's own GPU among `cluster.run_visible_devices`, or the CPU."""
     if _session.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    settings = config or _session.config or Config()
+    listed = settings.cluster.run_visible_devices
+    visible = [int(i) for i in listed.split(",")] if listed else range(torch.cuda.device_count())
+    return torch.device("cuda", visible[int(os.environ.get("LOCAL_RANK", "0")) % len(visible)])
 
 
 def parallelize(
@@ -113,7 +116,7 @@ def parallelize(
             hint=f"start it with `whale launch -n {plan.num_ranks}`, or plan for {num_ranks} "
             "devices",
         )
-    check_same_weights(model, rank, num_ranks, _local_device())
+    check_same_weights(model, rank, num_ranks, _local_device(settings))
     if settings.check_parts:
         check_parts(model, batch, loss)
     names = frozenset(outputs or ())
@@ -123,7 +126,7 @@ def parallelize(
         captured,
         loss,
         rank=rank,
-        device=_local_device(),
+        device=_local_device(settings),
         seed=settings.seed,
         timeout=timedelta(seconds=settings.timeout_seconds),
         outputs=names,

@@ -81,7 +81,7 @@ def make_plan(
             groups=placement.groups,
             edges=edges,
         ),
-        bucket_bytes=config.communication.bucket_bytes,
+        bucket_bytes=_bucket_bytes(graph, config),
         num_communicators=config.communication.num_communicators,
         strategy=_describe(graph, placement),
     )
@@ -214,6 +214,15 @@ def _groups_of(plan: Plan) -> tuple[Group, ...]:
     for source, target in sorted(set(_channels(plan))):
         groups.append(Group(name=f"p2p:{source}>{target}", ranks=tuple(sorted((source, target)))))
     return tuple(groups)
+
+
+def _bucket_bytes(graph: ModelGraph, config: Config) -> int:
+    """The bucket size asked for, or a larger one where `max_splits` allows fewer buckets."""
+    asked, most = config.communication.bucket_bytes, config.communication.max_splits
+    if most is None:
+        return asked
+    total = sum(p.numel * ITEM_BYTES[p.dtype] for p in graph.parameters if p.trainable)
+    return max(asked, -(-total // most))
 
 
 def _pools(plan: Plan) -> list[Group]:

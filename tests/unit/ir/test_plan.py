@@ -79,6 +79,19 @@ def test_too_few_devices_say_how_many_are_needed() -> None:
         wh.plan(model, cluster="1x4xCPU", batch=batch, loss=case.loss)
 
 
+def test_max_splits_makes_buckets_larger() -> None:
+    case = zoo.case("gpt")
+    model, batch = case.build(), case.batch(0, 7)
+
+    def buckets(config: dict[str, int]) -> int:
+        plan = wh.plan(model, cluster="1x2xCPU", batch=batch, loss=case.loss, config=config)
+        return len(rank_buckets(plan, 0, frozenset(home.name for home in plan.homes)))
+
+    many = {"communication.bucket_bytes": 4000}
+    assert buckets(many) > 6
+    assert buckets({**many, "communication.max_splits": 3}) <= 4
+
+
 def test_apportion() -> None:
     assert apportion(7, (1, 1, 1)) == (3, 2, 2)
     assert apportion(10, (3, 1, 0)) == (8, 2, 0)
