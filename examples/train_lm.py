@@ -95,8 +95,10 @@ def main() -> None:
     progress.say(f"loss on text it has not seen: {sum(losses).item() / len(losses):.4f}")
 
     state = step.state_dict()  # every rank takes part; each then has the whole model
+    report = step.report()
     step.close()
     if step.rank == 0:
+        print(report)
         print(write(state, characters, "The whale ", 200))
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from whale.parallel import init as init
     from whale.parallel import parallelize as parallelize
     from whale.parallel import plan as plan
+    from whale.parallel import simulate as simulate
     from whale.runtime.data import shard as shard
     from whale.runtime.outputs import concat as concat
     from whale.runtime.outputs import mean as mean
@@ -57,7 +58,7 @@ _NAMES_OF = {
         "annotate",
     ),
     "whale.config": ("Config",),
-    "whale.parallel": ("init", "parallelize", "plan", "Step"),
+    "whale.parallel": ("init", "parallelize", "plan", "simulate", "Step"),
     "whale.runtime.data": ("shard",),
     "whale.runtime.outputs": ("mean", "sum", "concat"),
     "whale.engine.rules": ("register_rule",),

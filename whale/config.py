@@ -143,14 +143,18 @@ class ClusterConfig(_Group):
     """TaskGraphs with a device count share devices instead of taking disjoint ones."""
     run_visible_devices: str = _setting("", device_list=True)
     """Local device indices this process may use, such as "0,1"; empty for all."""
+    balance: str = _setting("time", choices=("time", "speed", "equal"))
+    """Shares of unequal devices: by predicted time and memory, by peak FLOPs, or none."""
+    profile: str = _setting("")
+    """The file `whale calibrate` wrote for these devices; empty: figures from data sheets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationConfig(_Group):
     """How gradients are reduced."""
 
-    num_communicators: int = _setting(2, minimum=1)
-    """Process groups over which gradient buckets are dealt, so that they can overlap."""
+    num_communicators: int = _setting(1, minimum=1)
+    """Process groups over which gradient buckets are dealt; with NCCL a second one blocks hosts."""
     bucket_bytes: int = _setting(25_000_000, minimum=1)
     """Size of a fused gradient buffer."""
     max_splits: int | None = _setting(None, minimum=1)

@@ -7,9 +7,10 @@ ModelGraph and a Plan.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from whale.annotations import ambient_cluster, discover
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
+from whale.cost.compute import Training
 from whale.engine.capture import Captured, capture
 from whale.engine.lower import lower
 from whale.engine.parts import check_parts
@@ -27,15 +29,19 @@ from whale.engine.step import OptimizerFactory, Step
 from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.profile import Profile
 from whale.ir.schedule import Action, Schedule
-from whale.planner.make_plan import make_plan
+from whale.planner.make_plan import make_plan, orders_of
 from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
 from whale.runtime.agreement import check_same_weights
+from whale.runtime.optimizer import state_tensors
 from whale.runtime.outputs import Merge
 from whale.runtime.preflight import check_versions
+from whale.sim.report import Report
+from whale.sim.simulate import simulate as run_on_clock
 
-__all__ = ["Step", "init", "parallelize", "plan"]
+__all__ = ["Step", "init", "parallelize", "plan", "simulate"]
 
 
 @dataclass(slots=True)
@@ -108,7 +114,11 @@ def parallelize(
     settings = _config(config)
     captured = capture(model, batch, loss)
     if plan is None:
-        plan = _plan(captured, _cluster(cluster), settings, batches.num_rows(batch))
+        plan = _plan(
+            captured, _cluster(cluster), settings, batches.num_rows(batch), _training(optimizer)
+        )
+        plan = _agreed(plan)
+        _refuse_overflow(plan)
     rank, num_ranks = _rank()
     if plan.num_ranks != num_ranks:
         raise PlanError(
@@ -144,6 +154,9 @@ def parallelize(
         outputs=outputs or {},
         batch=batch,
         rank=rank,
+        predict=lambda measured: replace(
+            simulate(plan, title=type(model).__name__), measured=measured
+        ),
     )
 
 
@@ -154,14 +167,72 @@ def plan(
     batch: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     config: Config | Mapping[str, Any] | None = None,
+    optimizer: OptimizerFactory | None = None,
 ) -> Plan:
-    """The Plan `parallelize` would run, for any cluster, without touching a device."""
+    """The Plan `parallelize` would run, for any cluster, without touching a device.
+
+    `optimizer` is only asked how much state it keeps; default: as AdamW.
+    """
     captured = capture(model, batch, loss)
-    return _plan(captured, _cluster(cluster), _config(config), batches.num_rows(batch))
+    training = _training(optimizer) if optimizer is not None else Training()
+    return _plan(captured, _cluster(cluster), _config(config), batches.num_rows(batch), training)
 
 
-def _plan(captured: Captured, cluster: Cluster, config: Config, rows: int) -> Plan:
-    return make_plan(captured.graph, cluster, config, batch_rows=rows, refusal=captured.refusal)
+def simulate(plan: Plan, *, title: str = "") -> Report:
+    """A step of a plan on a clock: time, memory and energy of every device, and all its events."""
+    return run_on_clock(plan, orders_of(plan.schedule), title=title)
+
+
+def _plan(
+    captured: Captured, cluster: Cluster, config: Config, rows: int, training: Training
+) -> Plan:
+    path = config.cluster.profile
+    return make_plan(
+        captured.graph,
+        cluster,
+        config,
+        batch_rows=rows,
+        refusal=captured.refusal,
+        training=training,
+        profile=Profile.read(path) if path else None,
+    )
+
+
+def _agreed(plan: Plan) -> Plan:
+    """Rank 0's plan on every rank: a search that ran out of time may end differently elsewhere."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return plan
+    texts = [json.dumps(plan.to_dict()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(texts, src=0)
+    return Plan.from_dict(json.loads(str(texts[0])))
+
+
+def _training(optimizer: OptimizerFactory) -> Training:
+    name, states = state_tensors(optimizer)
+    return Training(
+        optimizer=name,
+        state_tensors=states,
+        tf32=torch.get_float32_matmul_precision() != "highest",
+    )
+
+
+OVERFLOW_MARGIN = 1.1
+"""A plan predicted to need this much more than there is will not run; closer calls may."""
+
+
+def _refuse_overflow(plan: Plan) -> None:
+    """An out-of-memory error that can be foreseen is an error now."""
+    if plan.prices is None:
+        return
+    for device, peak in zip(plan.prices.devices, plan.peak_bytes, strict=True):
+        kind = plan.device_types[device.rank]
+        if kind != "CPU" and peak > OVERFLOW_MARGIN * device.capacity_bytes:
+            raise PlanError(
+                f"rank {device.rank} ({kind}) would need {peak / 1e9:.1f} GB, it has "
+                f"{device.capacity_bytes / 1e9:.1f} GB",
+                hint="more micro-batches, fewer rows, more devices or stages; `whale plan` shows "
+                "what takes the memory",
+            )
 
 
 def _config(config: Config | Mapping[str, Any] | None) -> Config:

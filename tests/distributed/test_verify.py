@@ -39,7 +39,7 @@ def verify(case: Case, **more: Any) -> wh.Verdict:
     given: dict[str, Any] = {
         "batch": case.batch,
         "loss": cross_entropy,
-        "config": case.config,
+        "config": {**case.config, "cluster.balance": "speed"},
         "cluster": cluster(case.num_ranks, case.speeds),
         "steps": 2,
         **more,
@@ -271,7 +271,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 def fold_of(entries: dict[str, Any], speeds: tuple[float, ...], **config: Any) -> tuple[Plan, str]:
     case = CASES["tensor"]
     model = wh.annotate(case.build(), entries)
-    settings = wh.Config.from_dict(config)
+    settings = wh.Config.from_dict({**config, "cluster.balance": "speed"})
     devices = cluster(len(speeds), speeds)
     plan = wh.plan(model, cluster=devices, batch=case.batch, loss=cross_entropy, config=settings)
     return check._fold(model, plan, devices, settings, case.batch, cross_entropy)
@@ -316,7 +316,12 @@ def test_a_folded_plan_runs() -> None:
     model = wh.annotate(case.build(), {"": (wh.replicate(12), wh.split(3))})
     speeds = (1.0, 2.0, 1.0) * 2 + (1.0, 1.0, 1.0) * 2
     verdict = wh.verify(
-        model, batch=case.batch, loss=cross_entropy, cluster=cluster(12, speeds), steps=1
+        model,
+        batch=case.batch,
+        loss=cross_entropy,
+        cluster=cluster(12, speeds),
+        steps=1,
+        config={"cluster.balance": "speed"},
     )
     assert verdict.ok, str(verdict)
     assert verdict.num_ranks <= 8

@@ -20,7 +20,7 @@ Annotate = Callable[[nn.Module, list[str]], Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout. `speeds` makes it uneven; equal devices otherwise."""
+    """One layout. `speeds` makes it uneven, in exactly these ratios; equal devices otherwise."""
 
     name: str
     num_ranks: int
@@ -28,12 +28,25 @@ class Layout:
     config: dict[str, Any] = field(default_factory=dict)
     speeds: tuple[float, ...] | None = None
     nested: bool = False
+    paces: tuple[float, ...] | None = None
+    """Declared FLOPs per second, by which the planner chooses shares, cuts and order itself."""
+
+    def __post_init__(self) -> None:
+        if self.speeds is not None:
+            object.__setattr__(self, "config", {**self.config, "cluster.balance": "speed"})
 
     def cluster(self) -> Cluster:
         """Its devices."""
         speeds = self.speeds or (1.0,) * self.num_ranks
         devices = tuple(
-            Device(rank=r, node=0, type="CPU", memory_bytes=8 * 10**9, speed=s)
+            Device(
+                rank=r,
+                node=0,
+                type="CPU",
+                memory_bytes=8 * 10**9,
+                speed=s,
+                pace_flops=self.paces[r] if self.paces else None,
+            )
             for r, s in enumerate(speeds)
         )
         return Cluster(devices=devices, nodes=(Node(index=0),))
@@ -199,3 +212,56 @@ def _disjoint(model: nn.Module, paths: list[str]) -> Any:
     """Counted TaskGraphs without `stage`: disjoint devices, hence a pipeline."""
     first, second = chunks(paths, 2)
     return wh.annotate(model, {first: wh.replicate(2), second: wh.replicate(1)})
+
+
+def _plain(model: nn.Module, paths: list[str]) -> Any:
+    return model
+
+
+AUTO: dict[str, Any] = {"auto.auto_parallel": True}
+# What the planner makes of unequal devices by itself. The paces are so high that nobody sleeps.
+HETEROGENEOUS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout("aware-data", 3, whole(wh.replicate), paces=(3e12, 1e12, 2e12)),
+        Layout("aware-idle", 3, whole(wh.replicate), M2, paces=(3e12, 1e6, 2e12)),
+        Layout("aware-tensor", 2, whole(wh.split), paces=(2e12, 1e12)),
+        Layout(
+            "aware-data-tensor",
+            4,
+            whole(lambda: wh.replicate(4), lambda: wh.split(2)),
+            M3,
+            paces=(2e12, 1e12, 1e12, 3e12),
+        ),
+        Layout(
+            "aware-order", 3, staged(*(_none,) * 3), pipeline("1f1b", 4), paces=(4e12, 1e12, 2e12)
+        ),
+        Layout(
+            "aware-stages",
+            2,
+            _plain,
+            {**AUTO, **pipeline("1f1b", 4), "pipeline.num_stages": 2},
+            paces=(1e12, 2e12),
+        ),
+        Layout(
+            "aware-widths",
+            4,
+            _plain,
+            {**AUTO, **pipeline("1f1b", 3), "pipeline.num_stages": 2},
+            paces=(3e12, 1e12, 1e12, 1e12),
+        ),
+        Layout(
+            "aware-unused",
+            3,
+            _plain,
+            {**AUTO, **pipeline("1f1b", 3), "pipeline.num_stages": 2},
+            paces=(2e12, 2e12, 1e5),
+        ),
+        Layout("aware-auto", 4, _plain, {**AUTO}, paces=(3e12, 1e12, 1e12, 1e12)),
+    )
+}
+
+
+def layout_named(name: str) -> Layout:
+    """A layout of the matrix, or one the planner chooses."""
+    return LAYOUTS.get(name) or HETEROGENEOUS[name]

@@ -10,18 +10,24 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import whale
-from whale.errors import WhaleError
+from whale.errors import ConfigError, WhaleError
 
 COMMANDS: Mapping[str, str] = {
+    "calibrate": "measure this machine's devices and links into a profile for plans",
     "launch": "start N ranks of a script, on one node or several",
+    "plan": "how to run a model on a cluster that need not be there: time, memory, energy",
+    "simulate": "the timeline of a plan: a table, a page, a trace",
     "verify": "run a plan on CPU processes and compare it with one device",
 }
 BAD_INPUT = 2
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,15 +42,35 @@ def main(argv: Sequence[str] | None = None) -> int:
                 hint=f"did you mean `whale {near[0]}`?" if near else "`whale --help` lists them",
             )
         module = importlib.import_module(f"whale.cli.{command}")
-        parser = argparse.ArgumentParser(prog=f"whale {command}", description=COMMANDS[command])
+        parser = Parser(prog=f"whale {command}", description=COMMANDS[command])
         module.add_arguments(parser)
         status: int = module.run(parser.parse_args(args.rest))
+        sys.stdout.flush()
     except WhaleError as error:
         print(f"whale: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has seen enough (`| head`); nothing is left to say, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     return status
+
+
+class Parser(argparse.ArgumentParser):
+    """The arguments of a command; what is wrong with them is one message, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what `main` prints."""
+        wrong = message.removeprefix("unrecognized arguments: ").split()[0]
+        near = difflib.get_close_matches(wrong.partition("=")[0], self._option_string_actions, n=1)
+        raise ConfigError(
+            message,
+            hint=f"did you mean {near[0]}?"
+            if near
+            else f"`{self.prog} --help` lists the arguments",
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

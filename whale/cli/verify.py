@@ -9,20 +9,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import nn
 
-from whale.errors import ConfigError, PlanError, WhaleError
+from whale.cli.files import STANDARD, dumps, read_plan, write
+from whale.errors import ConfigError, WhaleError
 from whale.ir.plan import Plan
-from whale.models import gpt
+from whale.models.registry import PRESETS, Preset, listing, near, preset
 from whale.runtime import batch as batches
 from whale.verification.check import verify
 
@@ -42,11 +41,14 @@ class Subject:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    # As written: the list of presets is a table.
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = listing()
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help=f"a preset ({', '.join(gpt.presets)}), or file.py:factory, which returns "
-        "(module, batch), (module, batch, loss), or a module that brings its own example inputs",
+        help="a preset (listed below), or file.py:factory, which returns (module, batch), (module, "
+        "batch, loss), or a module that brings its own example inputs",
     )
     parser.add_argument(
         "--cluster", required=True, metavar="SPEC", help="devices to plan for, such as 1x4xCPU"
@@ -68,10 +70,11 @@ def run(args: argparse.Namespace) -> int:
     """Verify; report; 0 when equal, 1 when not."""
     # Whatever the user's file prints must not get between the JSON on standard output.
     with contextlib.redirect_stdout(sys.stderr):
-        subject = find_subject(args.model, args.batch)
+        plan = None if args.plan is None else read_plan(args.plan)
+        subject = find_subject(args.model, args.batch, plan)
         verdict = verify(
             subject.model,
-            read_plan(args.plan),
+            plan,
             subject.batch,
             loss=subject.loss,
             cluster=args.cluster,
@@ -79,14 +82,12 @@ def run(args: argparse.Namespace) -> int:
             timeout=args.timeout,
         )
     if args.json is not None:
-        text = json.dumps(
-            {"model": args.model, "note": subject.note, **verdict.to_dict()}, indent=2
-        )
-        if args.json == "-":
+        text = dumps({"model": args.model, "note": subject.note, **verdict.to_dict()})
+        if args.json == STANDARD:
             print(text)
         else:
-            _write(args.json, text + "\n")
-    if args.json != "-":
+            write("--json", args.json, text + "\n")
+    if args.json != STANDARD:
         print(verdict)
         if subject.note:
             print(f"  model: {subject.note}")
@@ -95,44 +96,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if verdict.ok else 1
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--json {path}: {error.strerror}", hint="name a file in a folder that exists, or -"
-        ) from error
-
-
-def read_plan(path: str | None) -> Plan | None:
-    """A plan from its JSON file."""
-    if path is None:
-        return None
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return Plan.from_dict(data)
-    except OSError as error:
-        raise PlanError(f"plan {path!r}: {error.strerror}", hint="name a JSON file") from error
-    except WhaleError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(
-            f"plan {path!r} is not a plan: {type(error).__name__}: {error}",
-            hint="write one with `whale plan MODEL --cluster SPEC --json F`",
-        ) from error
-
-
-def find_subject(name: str, rows: int | None) -> Subject:
-    """The model that MODEL names, and a batch for it."""
+def find_subject(name: str, rows: int | None, plan: Plan | None = None) -> Subject:
+    """The model that MODEL names, and a batch for it; `plan` is what it must suit."""
     if rows is not None and rows < 1:
         raise ConfigError(f"--batch {rows}; allowed: 1 or more", hint="raise --batch")
-    if name in gpt.presets:
-        return _preset(name, rows or DEFAULT_ROWS)
+    if name in PRESETS:
+        return _preset(preset(name), rows, plan)
     path, colon, factory = name.rpartition(":")
     if not colon or not path.endswith(".py") or not factory:
         raise ConfigError(
             f"MODEL {name!r}; allowed: {_FORMS}",
-            hint=f"presets: {', '.join(gpt.presets)}; a file: model.py:build",
+            hint=f"a file is given as model.py:build; {near(name, PRESETS)}",
         )
     made = _call(path, factory)
     model, batch, loss = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
@@ -202,41 +176,37 @@ def _with_rows(batch: Any, rows: int | None) -> Any:
     return batches.rebuild(batch, leaves)
 
 
-def _preset(name: str, rows: int) -> Subject:
-    """A preset with few, narrow layers: the same modules, quick to compare in float64."""
-    full = gpt.presets[name]
-    small = replace(
-        full,
-        vocab_size=min(full.vocab_size, 61),
-        max_seq_len=8,
-        dim=4 * full.num_heads,
-        num_layers=min(full.num_layers, 4),
-        mlp_dim=None,
-        dropout=0.0,
-    )
+def _preset(full: Preset, rows: int | None, plan: Plan | None) -> Subject:
+    """A preset, or its small sibling with its annotations: quick to compare in float64.
+
+    A plan is for the preset itself.
+    """
+    small = preset(full.small) if full.small is not None and plan is None else full
+    rows = rows or max(DEFAULT_ROWS, plan.num_micro_batch if plan is not None else 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = gpt.GPT(small)
-        shape = (rows, small.max_seq_len)
-        tokens = torch.randint(0, small.vocab_size, shape)
-        labels = torch.randint(0, small.vocab_size, shape)
-    changed = [
-        f"{key} {before} to {after}"
-        for key, before, after in _differences(full, small)
-        if before != after
-    ]
+        model = small.build()
+    if full.annotate is not None:
+        model = full.annotate(model)
     return Subject(
         model=model,
-        batch=(tokens, labels),
-        loss=_next_token_loss,
-        note=f"{name} reduced: {', '.join(changed)}",
+        batch=small.batch(rows, small.seq),
+        loss=small.loss,
+        note="" if small is full else _reduced(full, small, model),
     )
 
 
-def _differences(full: gpt.GPTConfig, small: gpt.GPTConfig) -> list[tuple[str, Any, Any]]:
-    keys = ("vocab_size", "max_seq_len", "dim", "num_layers", "dropout")
-    return [(key, getattr(full, key), getattr(small, key)) for key in keys]
-
-
-def _next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+def _reduced(full: Preset, small: Preset, model: nn.Module) -> str:
+    """What became of the preset: every number of its configuration that changed."""
+    with torch.device("meta"):
+        whole = full.build()
+    before: Any = getattr(whole, "config", None)
+    after: Any = getattr(model, "config", None)
+    if not is_dataclass(before) or type(before) is not type(after):
+        return f"{full.name} reduced: to {small.name}"
+    changed = [
+        f"{field.name} {old} to {new}"
+        for field in fields(before)
+        if (old := getattr(before, field.name)) != (new := getattr(after, field.name))
+    ]
+    return f"{full.name} reduced: {', '.join(changed)}"

@@ -10,31 +10,26 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from whale.engine.examples import Example, example_of
+from whale.engine.graph import Run, changed, graph_of
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.match import split_options
 from whale.engine.program import Program, merge, tensors_in, tree_map
 from whale.engine.trace import GlueTracer, RandomCall, add_constants
+from whale.engine.work import WorkCounter
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
-    BatchDims,
-    Layer,
     ModelGraph,
-    Node,
-    Parameter,
-    SplitOption,
-    TaskGraph,
 )
-from whale.ir.plan import AROUND
-from whale.ir.strategy import Tag
 from whale.nn.forwards import replace_forward
 from whale.runtime import batch as batches
-from whale.runtime.compat import fake_mode, flop_counter, real_tensors
+from whale.runtime.compat import fake_mode, real_tensors
 
 ROWS = (2, 3)
 
@@ -51,28 +46,8 @@ class Captured:
     """Batch dim of what each dropout module sees."""
     random: dict[tuple[str, int], int | None]
     """Batch dim of every functional dropout, by Layer and number in it."""
-
-
-@dataclass(slots=True)
-class _Run:
-    order: list[str]
-    flops: dict[str, int]
-    options: dict[str, tuple[SplitOption, ...]]
-    shapes: dict[str, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]
-    dropouts: dict[str, tuple[int, ...]]
-    calls: list[RandomCall]
-    program: Program | None
-    result: dict[str, Any]
-
-    @classmethod
-    def empty(cls) -> _Run:
-        """A run that saw nothing yet."""
-        return cls([], {}, {}, {}, {}, [], None, {})
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
+    examples: dict[str, Example]
+    """What each Layer was called with, where that can be said for any number of rows."""
 
 
 def named_state(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
@@ -130,16 +105,19 @@ def _run(
     rows: int,
     split_layers: set[str],
     traced: bool,
-) -> _Run:
+) -> Run:
     with fake_mode():
         fake, names, values = _fake_copy(model)
         inputs = _fake_batch(batch, rows)
-        run = _Run.empty()
+        run = Run.empty()
         tracer = GlueTracer(batches.leaves(inputs), names)
         add_constants(tracer, values)
         run.calls = tracer.calls
-        _watch_dropouts(fake, run)
-        counter = flop_counter()
+        counter = WorkCounter(
+            [*fake.parameters(), *fake.buffers(), *batches.leaves(inputs), *values.values()]
+        )
+        run.work = counter.layers
+        _watch_dropouts(fake, run, counter)
         tracer.training = fake.training
         for path, layer in find_layers(fake).items():
             if path in split_layers:
@@ -171,24 +149,27 @@ def _watched(
     path: str,
     layer: nn.Module,
     tracer: GlueTracer,
-    counter: Any,
-    run: _Run,
+    counter: WorkCounter,
+    run: Run,
     split_layers: set[str],
     names: dict[int, str],
 ) -> Callable[..., Any]:
     forward = layer.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        before = counter.get_total_flops()
-        out = tracer.layer_call(path, forward, args, kwargs)
-        run.flops[path] = run.flops.get(path, 0) + counter.get_total_flops() - before
+        out = counter.layer(
+            path, (args, kwargs), lambda: tracer.layer_call(path, forward, args, kwargs)
+        )
         if path not in run.order:
             run.order.append(path)
+            run.examples[path] = (args, kwargs)
             if path in split_layers:
                 inner = layer.__dict__.pop("forward")
                 try:
                     with _Paused(tracer):
-                        run.options[path] = split_options(path, layer, args, kwargs, names)
+                        run.options[path] = counter.paused(
+                            lambda: split_options(path, layer, args, kwargs, names)
+                        )
                 finally:
                     replace_forward(layer, inner)
         return out
@@ -196,19 +177,25 @@ def _watched(
     return watched
 
 
-def _watch_dropouts(fake: nn.Module, run: _Run) -> None:
+def _watch_dropouts(fake: nn.Module, run: Run, counter: WorkCounter) -> None:
     """Dropout modules are keyed by their own path; here they only show their shapes."""
     for path, module in fake.named_modules():
         if type(module) is nn.Dropout:
 
-            def look(x: torch.Tensor, path: str = path) -> torch.Tensor:
+            def look(x: torch.Tensor, path: str = path, drops: bool = _drops(module)) -> Any:
                 run.dropouts.setdefault(path, tuple(x.shape))
+                if drops:
+                    counter.dropout(x)
                 return x.view_as(x)
 
             replace_forward(module, look)
 
 
-def _watch_inputs(path: str, layer: nn.Module, run: _Run) -> None:
+def _drops(module: nn.Dropout) -> bool:
+    return module.training and module.p > 0.0
+
+
+def _watch_inputs(path: str, layer: nn.Module, run: Run) -> None:
     """Keeps the shapes of what every module of a Layer reads and makes."""
     for name, module in layer.named_modules(prefix=path):
 
@@ -253,17 +240,23 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
             "parallelism does not",
         )
         first, second = _untraced(model, batch, loss, split_layers, refusal)
-    graph = _graph(model, layers, tags, first, second, program)
+    examples = {
+        path: example
+        for path, call in first.examples.items()
+        if path in second.examples and (example := example_of(call, second.examples[path], ROWS))
+    }
+    graph = graph_of(model, layers, tags, first, second, program, examples, ROWS)
     return Captured(
         graph=graph,
         program=program,
         refusal=refusal,
         result=first.result,
         dropouts={
-            path: _changed(shape, second.dropouts.get(path, shape))
+            path: changed(shape, second.dropouts.get(path, shape))
             for path, shape in first.dropouts.items()
         },
         random=_random_calls(first.calls, second.calls),
+        examples=examples,
     )
 
 
@@ -283,7 +276,7 @@ def _random_calls(
             continue
         number = numbers.get(a.layer, 0)
         numbers[a.layer] = number + 1
-        found[a.layer, number] = _changed(a.shape, b.shape)
+        found[a.layer, number] = changed(a.shape, b.shape)
     return found
 
 
@@ -293,7 +286,7 @@ def _untraced(
     loss: batches.Loss | None,
     split_layers: set[str],
     refusal: CaptureError,
-) -> tuple[_Run, _Run]:
+) -> tuple[Run, Run]:
     """The runs of a model whose glue cannot be traced: good enough for one stage.
 
     Code that reads values cannot run on fake tensors at all; then nothing is known but the modules,
@@ -306,170 +299,5 @@ def _untraced(
     except Exception as error:  # noqa: BLE001 - whatever a user's forward raises on fake tensors
         if split_layers:
             raise refusal from error
-        return _Run.empty(), _Run.empty()
+        return Run.empty(), Run.empty()
     return first, second
-
-
-def _graph(
-    model: nn.Module,
-    layers: dict[str, nn.Module],
-    tags: dict[str, Tag],
-    first: _Run,
-    second: _Run,
-    program: Program | None,
-) -> ModelGraph:
-    order = first.order + [path for path in layers if path not in first.order]
-    groups = _taskgraphs(order, tags)
-    by_id = {id(p): name for name, p in model.named_parameters()}
-    graph_layers = []
-    for path in order:
-        slope = (second.flops.get(path, 0) - first.flops.get(path, 0)) / (ROWS[1] - ROWS[0])
-        graph_layers.append(
-            Layer(
-                path=path,
-                kind=type(layers[path]).__name__,
-                taskgraph=next(i for i, (_, paths) in enumerate(groups) if path in paths),
-                params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
-                num_norms=sum(
-                    isinstance(m, nn.modules.batchnorm._BatchNorm) for m in layers[path].modules()
-                ),
-                flops=first.flops.get(path, 0) - slope * ROWS[0],
-                flops_per_row=slope,
-                splits=tuple(
-                    replace(
-                        option,
-                        dims=_batch_dims(option, first, second),
-                        joined=_joined(option, path, program),
-                    )
-                    for option in first.options.get(path, ())
-                ),
-            )
-        )
-    index = {layer.path: i for i, layer in enumerate(graph_layers)}
-    return ModelGraph(
-        layers=tuple(graph_layers),
-        parameters=_parameters(model, graph_layers),
-        taskgraphs=tuple(
-            TaskGraph(index=i, tag=tag, layers=tuple(index[p] for p in paths))
-            for i, (tag, paths) in enumerate(groups)
-        ),
-        nodes=_nodes(program, index, by_id_names=set(by_id.values())) if program else (),
-    )
-
-
-def _batch_dims(option: SplitOption, first: _Run, second: _Run) -> BatchDims:
-    """Where the batch is in what the option's module (for attention.
-
-    The module around it) reads and makes.
-    """
-    path = option.path if option.rule in AROUND else option.modules[0]
-    a, b = (run.shapes.get(path, ([], [])) for run in (first, second))
-
-    def dims(side: int) -> tuple[int | None, ...]:
-        return tuple(_changed(x, y) for x, y in zip(a[side], b[side], strict=False))
-
-    return dims(0), dims(1)
-
-
-_KEEPS_COLUMNS = {
-    "view",
-    "reshape",
-    "flatten",
-    "float",
-    "double",
-    "to",
-    "contiguous",
-    "__getitem__",
-}
-
-
-def _joined(option: SplitOption, path: str, program: Program | None) -> str:
-    """Whether a lone column split's output goes straight into a cross-entropy."""
-    if option.joined != "returned" or option.rule != "column" or program is None:
-        return "gather"
-    makers = [op for op in program.ops if op.layer == path]
-    values = {v for op in makers for v in op.outputs}
-    for op in program.ops:
-        if not values.intersection(op.inputs):
-            continue
-        name = getattr(op.target, "__name__", "")
-        if name == "cross_entropy":
-            return "loss"
-        if name not in _KEEPS_COLUMNS:
-            return "gather"
-        values.update(op.outputs)
-    return "gather"
-
-
-def _changed(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
-    found = [dim for dim, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
-    return found[0] if found else None
-
-
-def _taskgraphs(order: list[str], tags: dict[str, Tag]) -> list[tuple[Tag, list[str]]]:
-    """TaskGraphs in execution order; a Layer without a tag stays with the TaskGraph before it.
-
-    Untagged Layers before the first tagged one join it, unless that one is a bare `split`: then
-    they are a data parallel TaskGraph of their own on the same devices.
-    """
-    groups: list[tuple[Tag, list[str]]] = []
-    current: tuple[Tag, list[str]] | None = None
-    leading: list[str] = []
-    for path in order:
-        tag = tags[path]
-        if tag:
-            current = next((g for g in groups if g[0] == tag), None)
-            if current is None:
-                current = (tag, [])
-                groups.append(current)
-            current[1].append(path)
-        elif current is None:
-            leading.append(path)
-        else:
-            current[1].append(path)
-    if leading:
-        bare_split = groups and groups[0][0][0].kind == "split"
-        if not groups or bare_split:
-            groups.insert(0, ((), leading))
-        else:
-            groups[0][1][:0] = leading
-    return groups
-
-
-def _parameters(model: nn.Module, layers: list[Layer]) -> tuple[Parameter, ...]:
-    """Parameters in the order the Layers use them, the model's own (glue) ones first."""
-    first_names = dict(model.named_parameters())
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    used = dict.fromkeys(name for layer in layers for name in layer.params)
-    order = [name for name in first_names if name not in used] + list(used)
-    return tuple(
-        Parameter(
-            name=name,
-            shape=tuple(first_names[name].shape),
-            dtype=dtype_name(first_names[name].dtype),
-            trainable=first_names[name].requires_grad,
-            aliases=tuple(n for n in aliases[id(first_names[name])] if n != name),
-        )
-        for name in order
-    )
-
-
-def _nodes(program: Program, layers: dict[str, int], by_id_names: set[str]) -> tuple[Node, ...]:
-    producer: dict[int, int] = {}
-    nodes: list[Node] = []
-    for number, op in enumerate(program.ops):
-        inputs = dict.fromkeys(producer[i] for i in op.inputs if i in producer)
-        for value in op.outputs:
-            producer[value] = number
-        nodes.append(
-            Node(
-                name=op.layer if op.layer is not None else getattr(op.target, "__name__", "op"),
-                layer=layers[op.layer] if op.layer is not None else None,
-                inputs=tuple(inputs),
-                params=tuple(name for name in op.state if name in by_id_names),
-                pure=op.pure,
-            )
-        )
-    return tuple(nodes)

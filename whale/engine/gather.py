@@ -14,7 +14,7 @@ from torch import nn
 
 from whale.engine.lower import Lowered, stage_of_module
 from whale.ir.plan import Home, Plan
-from whale.ir.sharding import Piece
+from whale.ir.sharding import Piece, Span
 
 
 def owners(plan: Plan, home: Home) -> list[tuple[int, Piece]]:
@@ -31,16 +31,27 @@ def owners(plan: Plan, home: Home) -> list[tuple[int, Piece]]:
 
 
 def _cover(home: Home, pieces: list[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
-    """Replicas may be cut differently; the pieces of the first one suffice."""
-    chosen: list[tuple[int, Piece]] = []
+    """Pieces that together hold every element: replicas may be cut at different points."""
     dim = pieces[0][1].dims[0][0]
-    covered = 0
+    missing: list[Span] = [(0, home.shape[dim])]
+    chosen: list[tuple[int, Piece]] = []
     for rank, piece in pieces:
-        size = sum(high - low for low, high in piece.dims[0][1])
-        if covered < home.shape[dim]:
+        left = missing
+        for span in piece.dims[0][1]:
+            left = [rest for gap in left for rest in _without(gap, span)]
+        if left != missing:
             chosen.append((rank, piece))
-            covered += size
+            missing = left
+    assert not missing, (home.name, missing)
     return chosen
+
+
+def _without(gap: Span, span: Span) -> list[Span]:
+    """What of `gap` is outside `span`."""
+    low, high = max(gap[0], span[0]), min(gap[1], span[1])
+    if low >= high:
+        return [gap]
+    return [part for part in ((gap[0], low), (high, gap[1])) if part[0] < part[1]]
 
 
 class Gatherer:

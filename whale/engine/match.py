@@ -1,21 +1,27 @@
 """Matching: which modules of a Layer the split rules cover, and where each parameter would be cut.
 
 Place in the flow: `split_options` is asked by capture for every Layer under `split`. Pairs are
-found in a trace of the Layer, not by name, and attention by heads is taken only where
-`scaled_dot_product_attention` shows the heads, so a module never seen before is safe.
+found in a trace of the Layer, not by name, and attention by heads is taken only where the trace
+shows heads in `scaled_dot_product_attention`, apart from each other from the projections to the
+output (`engine.heads`), and the code runs with fewer of them (`engine.trial`). So a module never
+seen before is safe.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from whale.engine.program import Op, Program, Ref, tensors_in, tree_map
+from whale.engine.heads import Call, Follower, Inside, attentions, is_elementwise, query_shape
+from whale.engine.program import Program, tensors_in, tree_map
 from whale.engine.rules import user_rule
 from whale.engine.trace import GlueTracer, is_cache
+from whale.engine.trial import runs_with_fewer
 from whale.errors import CaptureError
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
@@ -48,13 +54,13 @@ def split_options(
     add(_multihead_options(modules, names))
     inside = _inside(path, layer, modules, args, kwargs, names)
     if inside is not None:
-        add(_attention_options(modules, inside, names))
-        add(_pair_options(modules, inside, names))
+        add(_attention_options(inside, names))
+        add(_pair_options(modules, inside.program, names))
     add(_leaf_options(modules, names))
     if inside is None:
         grad = any(t.requires_grad for t in tensors_in((args, kwargs)))
         return tuple(replace(o, entered=int(grad), joined="returned") for o in options)
-    return tuple(_lone(o, inside) if o.rule in ("column", "conv") else o for o in options)
+    return tuple(_lone(o, inside.program) if o.rule in ("column", "conv") else o for o in options)
 
 
 def _lone(option: SplitOption, program: Program) -> SplitOption:
@@ -86,6 +92,16 @@ def _user_options(modules: dict[str, nn.Module], names: Names) -> Iterable[Split
             )
 
 
+class _LayerTracer(GlueTracer):
+    """Traces a Layer once more in the middle of a capture, which must not count its dropouts."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return super().__torch_function__(func, types, args, kwargs)
+
+
 def _inside(
     path: str,
     layer: nn.Module,
@@ -93,7 +109,7 @@ def _inside(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     names: Names,
-) -> Program | None:
+) -> Inside | None:
     """A trace of the Layer with its leaf modules opaque; None when its code reads values."""
     leaves = {p: m for p, m in modules.items() if not list(m.children())}
     if path in leaves:
@@ -101,29 +117,49 @@ def _inside(
     # The Layer ran once already and left its keys and values in a cache: this time it gets none.
     args, kwargs = tree_map((args, kwargs), lambda leaf: None if is_cache(leaf) else leaf)
     inputs = tensors_in((args, kwargs))
-    tracer = GlueTracer(list({id(t): t for t in inputs}.values()), names)
+    tracer = _LayerTracer(list({id(t): t for t in inputs}.values()), names)
     originals: list[tuple[nn.Module, Any]] = []
+    calls: dict[str, list[Call]] = {}
+
+    def outer(name: str, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = len(tracer.program.ops)
+        out = forward(*args, **kwargs)
+        made = tuple(tuple(t.shape) for t in tensors_in(out))
+        last = len(tracer.program.ops)
+        calls.setdefault(name, []).append(
+            Call(first=first, last=last, args=args, kwargs=kwargs, made=made)
+        )
+        return out
+
     try:
-        for name, leaf in leaves.items():
-            forward = leaf.forward
-            originals.append((leaf, leaf.__dict__.get("forward")))
+        for name, module in modules.items():
+            watch = tracer.layer_call if name in leaves else outer
+            originals.append((module, module.__dict__.get("forward")))
 
-            def call(*a: Any, _n: str = name, _f: Any = forward, **k: Any) -> Any:
-                return tracer.layer_call(_n, _f, a, k)
+            def call(
+                *a: Any, _w: Any = watch, _n: str = name, _f: Any = module.forward, **k: Any
+            ) -> Any:
+                return _w(_n, _f, a, k)
 
-            replace_forward(leaf, call)
+            replace_forward(module, call)
         with tracer:
             out = layer(*args, **kwargs)
         tracer.program.result = [tracer.refs.get(id(t)) for t in tensors_in(out)]
-        return tracer.program
     except CaptureError:
         return None
     finally:
-        for leaf, original in originals:
+        for module, original in originals:
             if original is None:
-                del leaf.__dict__["forward"]
+                del module.__dict__["forward"]
             else:
-                replace_forward(leaf, original)
+                replace_forward(module, original)
+    state = [t for m in modules.values() for t in (*m.parameters(False), *m.buffers(False))]
+    return Inside(
+        program=tracer.program,
+        modules=modules,
+        state={names[id(tensor)]: tensor for tensor in state},
+        calls=calls,
+    )
 
 
 def _weight_name(module: nn.Module, names: Names, which: str = "weight") -> str:
@@ -151,26 +187,6 @@ def _row_params(module: nn.Module, units: int, names: Names) -> list[tuple[str, 
     return [(_weight_name(module, names), DimSharding(dim=dim, sections=(size,), units=units))]
 
 
-_ELEMENTWISE = frozenset(
-    "gelu relu relu_ silu sigmoid tanh leaky_relu elu softplus mish hardswish mul __mul__ __rmul__ "
-    "add __add__ __radd__ sub __sub__ __rsub__ div __truediv__ pow __pow__ square neg __neg__ exp "
-    "to float type_as contiguous clone".split()
-)
-_ELEMENTWISE_MODULES = (
-    nn.GELU, nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Mish,
-    nn.Hardswish, nn.ReLU6, nn.SELU, nn.CELU, nn.Dropout, nn.Identity,
-)  # fmt: skip
-
-
-def _is_elementwise(op: Op, modules: dict[str, nn.Module]) -> bool:
-    if op.layer is None:
-        return getattr(op.target, "__name__", "") in _ELEMENTWISE
-    module = modules[op.layer]
-    return isinstance(module, _ELEMENTWISE_MODULES) or (
-        type(module).__module__ == "transformers.activations"
-    )
-
-
 def _pair_options(
     modules: dict[str, nn.Module], program: Program, names: Names
 ) -> list[SplitOption]:
@@ -179,11 +195,9 @@ def _pair_options(
     passed: dict[str, frozenset[str]] = {}
     spoiled: set[str] = set()
     rows: dict[str, frozenset[str]] = {}
-    called: dict[str, int] = {}
+    called = Counter(op.layer for op in program.ops)
     for op in program.ops:
         reached = [sources[i] for i in op.inputs if i in sources]
-        if op.layer is not None:
-            called[op.layer] = called.get(op.layer, 0) + 1
         linear = op.layer is not None and is_linear(modules[op.layer])
         if linear and op.layer is not None:
             if reached:
@@ -193,12 +207,17 @@ def _pair_options(
         elif reached:
             plain_inputs = [i for i in op.inputs if i not in sources]
             widths = {program.specs[i].shape[-1:] for i in op.inputs if i in sources}
-            scalars = all(len(program.specs[i].shape) == 0 for i in plain_inputs)
+            # A scalar's gradient would be that of the own columns only.
+            scalars = all(program.specs[i].shape == () for i in plain_inputs) and not any(
+                program.specs[i].grad for i in plain_inputs
+            )
             union = frozenset().union(*reached)
-            if _is_elementwise(op, modules) and scalars and not op.state and len(widths) == 1:
-                for value in op.outputs:
-                    sources[value] = union
-                if op.layer is not None and isinstance(modules[op.layer], nn.Dropout):
+            apart = is_elementwise(op, modules) and scalars and not op.state and len(widths) == 1
+            # A dropout's mask is cut like the columns, whatever it is called with.
+            drops = op.layer is not None and isinstance(modules[op.layer], nn.Dropout)
+            if apart and (not drops or called[op.layer] == 1):
+                sources.update(dict.fromkeys(op.outputs, union))
+                if op.layer is not None and drops:
                     passed[op.layer] = union
             else:
                 spoiled |= union
@@ -255,44 +274,29 @@ _FUSED = ("c_attn", "qkv", "qkv_proj", "in_proj", "Wqkv", "query_key_value")
 _OUT = tuple("out_proj o_proj o out output.dense c_proj wo to_out proj out_lin dense".split())
 
 
-def _attention_options(
-    modules: dict[str, nn.Module], program: Program, names: Names
-) -> list[SplitOption]:
+def _attention_options(inside: Inside, names: Names) -> list[SplitOption]:
     """Attention by heads, where the trace shows the heads.
 
-    [B, heads, T, width] into the attention product.
+    [B, heads, T, width] into the attention product, out of the module's own projections.
     """
-    heads_seen = [
-        (
-            program.specs[q.index].shape[1],
-            program.specs[k.index].shape[1],
-            program.specs[q.index].shape[-1],
-        )
-        for op in program.ops
-        if getattr(op.target, "__name__", "") == "scaled_dot_product_attention"
-        for q, k in [
-            (
-                op.args[0] if op.args else op.kwargs["query"],
-                op.args[1] if len(op.args) > 1 else op.kwargs["key"],
-            )
-        ]
-        if isinstance(q, Ref) and isinstance(k, Ref) and len(program.specs[q.index].shape) == 4
-    ]
-    options = []
-    for path in modules:
-        find = _finder(path, modules)
+    candidates: dict[str, tuple[list[str], str]] = {}
+    for path in inside.calls:
+        find = _finder(path, inside.modules)
         out, fused = find(_OUT), find(_FUSED)
-        q, k, v = find(_QUERY), find(_KEY), find(_VALUE)
-        if out is None or (fused is None and None in (q, k, v)):
+        found = [fused or find(_QUERY)] + [find(n) for n in (_KEY, _VALUE) if fused is None]
+        columns = [column for column in found if column is not None]
+        if out is None or len(columns) != len(found):
             continue
-        columns = [fused] if fused is not None else [q, k, v]
-        found = [c for c in columns if c]
-        calls = [sum(1 for op in program.ops if op.layer == m) for m in (*found, out)]
-        if set(calls) != {1}:
-            continue
-        option = _by_heads(path, found, out, heads_seen, modules, names)
-        if option is not None:
-            options.append(replace(option, entered=_entered(program, frozenset(found))))
+        calls = {sum(1 for op in inside.program.ops if op.layer == m) for m in (*columns, out)}
+        if calls == {1} and len(inside.calls[path]) == 1:
+            candidates[path] = (columns, out)
+    multihead = [p for p, m in inside.modules.items() if isinstance(m, nn.MultiheadAttention)]
+    options = []
+    for path, (columns, out) in candidates.items():
+        # Head counts are cut in all modules below: another attention there has its own.
+        below = [p for p in (*candidates, *multihead) if p.startswith(f"{path}." if path else "")]
+        if set(below) <= {path}:
+            options += _by_heads(path, columns, out, inside, names)[:1]
     return options
 
 
@@ -308,44 +312,51 @@ def _finder(path: str, modules: dict[str, nn.Module]) -> Callable[[tuple[str, ..
 
 
 def _by_heads(
-    path: str,
-    columns: list[str],
-    out: str,
-    heads_seen: list[tuple[int, int, int]],
-    modules: dict[str, nn.Module],
-    names: Names,
-) -> SplitOption | None:
+    path: str, columns: list[str], out: str, inside: Inside, names: Names
+) -> list[SplitOption]:
+    """The ways to cut one attention by heads that its code allows."""
+    modules, program = inside.modules, inside.program
     width = features(modules[out])[1]
-    for heads, kv_heads, head_width in heads_seen:
-        total = sum(features(modules[c])[0] for c in columns)
-        # Repeated key-value heads show as `heads`; their true number follows from the widths.
-        kv_heads = (total - heads * head_width) // (2 * head_width)
-        if (
-            heads * head_width != width
-            or kv_heads < 1
-            or total != (heads + 2 * kv_heads) * head_width
-            or heads % kv_heads
-        ):
+    products = attentions(program, inside.calls[path][0])
+    shape = query_shape(program, products[0]) if len(products) == 1 else ()
+    if len(shape) != 4 or shape[1] * shape[-1] != width:
+        return []
+    heads, head_width = shape[1], shape[-1]
+    total = sum(features(modules[c])[0] for c in columns)
+    # Repeated key-value heads show as `heads`; their true number follows from the widths.
+    kv_heads = (total - width) // (2 * head_width)
+    if kv_heads < 1 or total != width + 2 * kv_heads * head_width or heads % kv_heads:
+        return []
+    if len(columns) > 1:
+        ways: list[list[tuple[int, ...]]] = [[(width,), *[(kv_heads * head_width,)] * 2]]
+    elif kv_heads == heads:
+        # All queries, keys and values one after the other, or head by head.
+        ways = [[(width, width, width)], [(3 * width,)]]
+    else:
+        return []
+    options = []
+    for sections in ways:
+        follower = Follower(inside, path, kv_heads)
+        sizes = {c: s[0] // kv_heads for c, s in zip(columns, sections, strict=True)}
+        if not follower.keeps_apart(sizes, out):
             continue
-        if len(columns) == 1:
-            if kv_heads != heads:
-                continue
-            sections: list[tuple[int, ...]] = [(width, width, width)]
-        else:
-            sections = [(width,), (kv_heads * head_width,), (kv_heads * head_width,)]
         params: list[tuple[str, DimSharding]] = []
         for column, section in zip(columns, sections, strict=True):
             params += _column_params(modules[column], kv_heads, section, names)
         params += _row_params(modules[out], kv_heads, names)
-        return SplitOption(
+        option = SplitOption(
             rule="attention",
             path=path,
             modules=(*columns, out),
             units=kv_heads,
             unit="heads" if kv_heads == heads else "kv groups",
             params=tuple(params),
+            inside=tuple(follower.dropouts),
+            entered=_entered(program, frozenset(columns)) + follower.mask_grads,
         )
-    return None
+        if kv_heads > 1 and runs_with_fewer(option, inside, follower.heads):
+            options.append(option)
+    return options
 
 
 def _multihead_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:

@@ -34,8 +34,7 @@ def install_randomness(
     for path, module in local.named_modules():
         if type(module) is nn.Dropout:
             keyed = KeyedDropout(module, path, context, captured.dropouts.get(path, 0))
-            if path in shards:
-                keyed.sharded = (shards[path].low, shards[path].cuts[-1])
+            keyed.shard = shards.get(path)
             replace_forward(module, keyed)
         elif isinstance(module, nn.MultiheadAttention):
             _key_multihead(module, path, context, shards.get(path))
@@ -109,7 +108,8 @@ def _key_multihead(
             )
         forward = MultiheadForward(module, None, lambda x, p: x)
         replace_forward(module, forward)
-    names = CallNames(context)
+    # The key has the number of the Layer's call already, which counts over all stages.
+    names = CallNames(context, by_entry=True)
     names.layer = f"{path}.dropout"
 
     def drop(x: torch.Tensor, p: float) -> torch.Tensor:

@@ -15,7 +15,8 @@ from torch import nn
 
 from whale.errors import WhaleError
 from whale.ir.sharding import DimSharding
-from whale.nn.attention import MultiheadForward
+from whale.nn.attention import MultiheadForward, OwnHeads
+from whale.nn.column_shard import plain
 from whale.nn.forwards import replace_forward
 from whale.nn.shard import Shard
 from whale.nn.sharded import Column, ColumnConv, LoneColumn, Row, SharedInput, VocabEmbedding
@@ -104,6 +105,7 @@ def _install_attention(
             value = module.__dict__.get(attribute)
             if type(value) is int and value % shard.cuts[-1] == 0:
                 setattr(module, attribute, shard.local(value))
+    replace_forward(modules[path], OwnHeads(modules[path].forward, shard))
 
 
 def _install_multihead(
@@ -144,7 +146,9 @@ def _install_user(
             "registered",
             hint="call wh.register_rule before parallelize, on every rank",
         )
-    replace_forward(parts[0], rule.forward(parts[0], shard))
+    forward = rule.forward(parts[0], shard)
+    # A rule knows nothing of columns left sharded by the Linear before it.
+    replace_forward(parts[0], lambda *args, **kwargs: forward(*plain(args), **plain(kwargs)))
 
 
 _INSTALL: dict[str, Callable[[str, list[nn.Module], Shard, dict[str, nn.Module]], None]] = {

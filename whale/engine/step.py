@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from whale.engine.capture import capture
 from whale.engine.gather import Gatherer
 from whale.engine.lower import Lowered, make_stages
 from whale.errors import WhaleError
+from whale.ir.measured import Measured, MeasuredDevice
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.runtime import batch as batches
@@ -63,6 +65,8 @@ class GlobalSums:
 
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+Predict = Callable[[Measured | None], Any]
+"""Makes a `sim.Report` of the plan, with what was measured beside it."""
 
 
 class Step:
@@ -87,7 +91,9 @@ class Step:
         outputs: Mapping[str, Merge],
         batch: Any,
         rank: int,
+        predict: Predict,
     ) -> None:
+        self._predict = predict
         self.plan = plan
         self.rank = rank
         self._model, self._lowered, self._loss, self._config = model, lowered, loss, config
@@ -176,6 +182,8 @@ class Step:
         if not lowered.model.training:
             lowered.model.train()
         lowered.context.step = self.num_steps
+        clock = lowered.executor.clock
+        clock.begin_step()
         lowered.grads.zero()
         sums = GlobalSums(self.plan.num_ranks, lowered.device)
         totals = lowered.executor.run(batch, self._actions, lowered.grads, sums.start)
@@ -193,6 +201,7 @@ class Step:
             factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         lowered.grads.scale(factor)
         self.optimizer.step()
+        clock.end_step()
         self.num_steps += 1
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
@@ -264,6 +273,47 @@ class Step:
         """The whole model's gradients of the last step (divided, clipped) on every rank's CPU."""
         return self._gatherer.gradients()
 
+    # ---- predicted against measured -------------------------------------------------------------
+
+    @property
+    def predicted(self) -> Any:
+        """The Report of a step as it was predicted: see `wh.simulate`."""
+        return self._predict(None)
+
+    def report(self) -> Any:
+        """The Report of a step, predicted against measured; every rank calls it and gets it.
+
+        `print(step.report())` is two lines; `whale.viz` draws it.
+        """
+        return self._predict(self.measured())
+
+    def measured(self) -> Measured | None:
+        """What the steps so far took, on all ranks; None before there are enough. All call it."""
+        clock = self._lowered.executor.clock
+        steps = clock.step_seconds()
+        mine = (steps, clock.peak_bytes(), clock.compute_seconds())
+        everyone: list[Any] = [mine]
+        if self.plan.num_ranks > 1:
+            everyone = [None] * self.plan.num_ranks
+            dist.all_gather_object(everyone, mine)
+        count = min(len(times) for times, _, _ in everyone)
+        if not count:
+            return None
+        # A step is over when its slowest rank is.
+        slowest = sorted(max(t[i] for t, _, _ in everyone) for i in range(count))
+        return Measured(
+            num_steps=count,
+            step_seconds=median(slowest),
+            low_seconds=slowest[count // 10],
+            high_seconds=slowest[count - 1 - count // 10],
+            devices=tuple(
+                MeasuredDevice(
+                    rank=rank, peak_bytes=peak, compute_s=median(computes) if computes else None
+                )
+                for rank, (_, peak, computes) in enumerate(everyone)
+            ),
+        )
+
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
@@ -297,6 +347,10 @@ class Step:
         if self._heartbeat is not None:
             self._heartbeat.close()
         self._lowered.groups.close()
+        self._lowered.grads.close()
+        self.optimizer.state.clear()
+        # Modules, hooks and graphs refer to parameters in circles that are collected late or never;
+        # the memory goes now. The user's own parameters have their own.
         for parameter in self._lowered.params.values():
-            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self._lowered.params.clear()

@@ -11,34 +11,17 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from whale.errors import ClusterError
+from whale.ir.device_types import DEVICE_TYPES, DeviceType, device_type, type_in, type_named
+from whale.ir.text import dumps, loads
 
 GRAMMAR = "NODESxGPUSxTYPE joined by '+', such as 60x8xV100-32GB or 1x8xV100-32GB+1x8xP100-16GB"
 LAYOUTS = '"all", {"average": n}, {"specific": [[0, 1], [2, 3]]}, {"aware_row": n}'
-
-# Memory in bytes, decimal, as the vendor's data sheet of each part states it.
-DEVICE_MEMORY: Mapping[str, int] = {
-    "P100-16GB": 16_000_000_000,  # NVIDIA Tesla P100 data sheet
-    "V100-16GB": 16_000_000_000,  # NVIDIA V100 data sheet
-    "V100-32GB": 32_000_000_000,  # NVIDIA V100 data sheet
-    "T4": 16_000_000_000,  # NVIDIA T4 data sheet
-    "A10": 24_000_000_000,  # NVIDIA A10 data sheet
-    "A100-40GB": 40_000_000_000,  # NVIDIA A100 data sheet
-    "A100-80GB": 80_000_000_000,  # NVIDIA A100 data sheet
-    "H100": 80_000_000_000,  # NVIDIA H100 data sheet, SXM
-    "H200": 141_000_000_000,  # NVIDIA H200 data sheet
-    "B200": 180_000_000_000,  # NVIDIA DGX B200 data sheet: 1,440 GB over 8 GPUs
-    "L40S": 48_000_000_000,  # NVIDIA L40S data sheet
-    "4090": 24_000_000_000,  # NVIDIA Ada GPU architecture whitepaper
-    "3090": 24_000_000_000,  # NVIDIA Ampere GA102 whitepaper
-    "MI300X": 192_000_000_000,  # AMD Instinct MI300X data sheet
-    "CPU": 8_000_000_000,  # a convention, no part: what one rank of a test machine may take
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +36,30 @@ class Device:
     """Relative to its type."""
     pace_flops: float | None = None
     """CPU ranks only: each sleeps to the deadline flops / pace, so unequal devices can be tried."""
+    power_watts: float | None = None
+    """The most it draws; None: the type's TDP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How fast a node's devices talk; None leaves a figure to the type's default."""
+    """How fast a node's devices talk, one direction; None leaves a figure to the type's default."""
 
     intra_bytes_per_s: float | None = None
+    """Out of one device, to others in the node."""
     inter_bytes_per_s: float | None = None
+    """Out of the whole node."""
     latency_s: float | None = None
+    """Of one hop between nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullLink(Link):
+    """A Link that leaves nothing open, with the latency of one hop inside the node."""
+
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    latency_s: float
+    intra_latency_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +160,8 @@ class Cluster:
                 f"{num_devices} devices, {per_node} per node; allowed: 1 or more of each",
                 hint=f"or describe them: {GRAMMAR}",
             )
-        name = _type_in(type) or (type if memory_bytes else _type_named(type, where="device"))
-        memory = memory_bytes or DEVICE_MEMORY[name]
+        name = type_in(type) or (type if memory_bytes else type_named(type, where="device"))
+        memory = memory_bytes or DEVICE_TYPES[name].memory_bytes
         return cls(
             devices=tuple(
                 Device(rank=rank, node=rank // per_node, type=name, memory_bytes=memory)
@@ -180,35 +178,30 @@ class Cluster:
             _known(group, _NODE_KEYS, where=where)
             count = _whole(group, "count", 1, where=where)
             gpus = _whole(group, "gpus", None, where=where)
-            name = _type_named(group.get("type"), where=where)
-            pace = _positive(group, "pace_flops", None, where=where)
+            name = type_named(group.get("type"), where=where)
+            pace = _positive(group, "pace_flops", where=where)
             if pace is not None and name != "CPU":
                 raise ClusterError(
                     f"{where}: pace_flops = {pace:g} on type {name}; allowed: on CPU only",
                     hint="a GPU's speed is relative to its type: set `speed`",
                 )
-            memory = _positive(group, "memory_bytes", DEVICE_MEMORY[name], where=where)
-            host = _positive(group, "host_memory_bytes", None, where=where)
-            for _ in range(count):
-                index = len(nodes)
-                nodes.append(
-                    Node(
-                        index=index,
-                        host_memory_bytes=None if host is None else int(host),
-                        link=_link(group.get("link", {}), where=where),
-                    )
-                )
-                devices += [
-                    Device(
-                        rank=len(devices) + i,
-                        node=index,
-                        type=name,
-                        memory_bytes=int(memory or 0),
-                        speed=_positive(group, "speed", 1.0, where=where) or 1.0,
-                        pace_flops=pace,
-                    )
-                    for i in range(gpus)
-                ]
+            memory = _positive(group, "memory_bytes", where=where)
+            host = _positive(group, "host_memory_bytes", where=where)
+            device = Device(
+                rank=0,
+                node=0,
+                type=name,
+                memory_bytes=int(memory or DEVICE_TYPES[name].memory_bytes),
+                speed=_positive(group, "speed", where=where) or 1.0,
+                pace_flops=pace,
+                power_watts=_positive(group, "power_watts", where=where),
+            )
+            link = _link(group.get("link", {}), where=where)
+            node = Node(index=0, host_memory_bytes=None if host is None else int(host), link=link)
+            for index in range(len(nodes), len(nodes) + count):
+                nodes.append(replace(node, index=index))
+                ranks = range(len(devices), len(devices) + gpus)
+                devices += [replace(device, rank=rank, node=index) for rank in ranks]
         if not devices:
             raise ClusterError(f"{where} has no devices; allowed: 1 or more", hint=_TOML_HINT)
         return cls(devices=tuple(devices), nodes=tuple(nodes))
@@ -221,6 +214,52 @@ class Cluster:
     def ranks_of(self, node: int) -> tuple[int, ...]:
         """The ranks in one node."""
         return tuple(device.rank for device in self.devices if device.node == node)
+
+    def type_of(self, rank: int) -> DeviceType:
+        """The figures of a device's type, with its own memory and power; `speed` is not in them."""
+        device = self.devices[rank]
+        row = replace(device_type(device.type), name=device.type, memory_bytes=device.memory_bytes)
+        watts = device.power_watts or row.tdp_watts
+        return replace(row, tdp_watts=watts, idle_watts=min(row.idle_watts, watts))
+
+    def link_of(self, node: int) -> FullLink:
+        """A node's link: what is given, else the default of its type (the slowest of several)."""
+        types = self._types_in(node)
+        given = self.nodes[node].link
+        return FullLink(
+            intra_bytes_per_s=given.intra_bytes_per_s or min(t.intra_bytes_per_s for t in types),
+            inter_bytes_per_s=given.inter_bytes_per_s or min(t.inter_bytes_per_s for t in types),
+            latency_s=given.latency_s or max(t.inter_latency_s for t in types),
+            intra_latency_s=max(t.intra_latency_s for t in types),
+        )
+
+    def host_memory_of(self, node: int) -> int:
+        """A node's host memory in bytes: what is given, else the default of its type."""
+        given = self.nodes[node].host_memory_bytes
+        return given or min(t.host_memory_bytes for t in self._types_in(node))
+
+    def _types_in(self, node: int) -> list[DeviceType]:
+        return [device_type(name) for name in {self.devices[r].type for r in self.ranks_of(node)}]
+
+    def describe(self) -> list[str]:
+        """A line for each run of equal nodes: every figure, `(given)` or the type's `(default)`."""
+        nodes = groupby(self._figures(node) for node in self.nodes)
+        return [f"{len(list(same))} x {figures}" for figures, same in nodes]
+
+    def _figures(self, node: Node) -> str:
+        ranks = self.ranks_of(node.index)
+        device, link, given = self.type_of(ranks[0]), self.link_of(node.index), node.link
+        default = device_type(device.name).memory_bytes
+        figures = (
+            ("memory", device.memory_bytes / 1e9, "GB", device.memory_bytes != default),
+            ("power", device.tdp_watts, "W", self.devices[ranks[0]].power_watts),
+            ("inside a node", link.intra_bytes_per_s / 1e9, "GB/s", given.intra_bytes_per_s),
+            ("between nodes", link.inter_bytes_per_s / 1e9, "GB/s", given.inter_bytes_per_s),
+            ("latency", link.latency_s * 1e6, "us", given.latency_s),
+            ("host memory", self.host_memory_of(node.index) / 1e9, "GB", node.host_memory_bytes),
+        )
+        told = (f"{k} {v:g} {u} ({'given' if own else 'default'})" for k, v, u, own in figures)
+        return f"{len(ranks)} x {device.name}: {', '.join(told)}"
 
     def layout(self, layout: str | Mapping[str, Any] = "all") -> tuple[DeviceSlice, ...]:
         """Cut the devices into slices.
@@ -310,6 +349,15 @@ class Cluster:
             nodes=tuple(Node(**{**node, "link": Link(**node["link"])}) for node in data["nodes"]),
         )
 
+    def to_text(self) -> str:
+        """The text form (`ir/text.py`); `from_text` gives an equal Cluster back."""
+        return dumps(self.to_dict(), title="cluster")
+
+    @classmethod
+    def from_text(cls, text: str) -> Cluster:
+        """The inverse of `to_text`."""
+        return cls.from_dict(loads(text, title="cluster"))
+
     def __str__(self) -> str:
         """The short description, where it can say it: overridden figures are not in it."""
         kinds = []
@@ -319,15 +367,8 @@ class Cluster:
         return "+".join(f"{len(list(same))}x{kind}" for kind, same in groupby(kinds))
 
 
-_NODE_KEYS = (
-    "count",
-    "gpus",
-    "type",
-    "memory_bytes",
-    "speed",
-    "host_memory_bytes",
-    "link",
-    "pace_flops",
+_NODE_KEYS = tuple(
+    "count gpus type memory_bytes speed host_memory_bytes link pace_flops power_watts".split()
 )
 _LINK_KEYS = ("intra_gb_s", "inter_gb_s", "latency_s")
 _TOML_HINT = 'a node is written [[node]], then gpus = 8 and type = "V100-32GB"'
@@ -352,10 +393,8 @@ def _whole(group: Mapping[str, Any], key: str, default: int | None, *, where: st
     return value
 
 
-def _positive(
-    group: Mapping[str, Any], key: str, default: float | None, *, where: str
-) -> float | None:
-    value = group.get(key, default)
+def _positive(group: Mapping[str, Any], key: str, *, where: str) -> float | None:
+    value = group.get(key)
     if value is None:
         return None
     if type(value) not in (int, float) or not 0 < value < math.inf:
@@ -373,35 +412,13 @@ def _link(table: Any, *, where: str) -> Link:
             hint="link = { intra_gb_s = 130, inter_gb_s = 6, latency_s = 20e-6 }",
         )
     _known(table, _LINK_KEYS, where=f"{where}, link")
-    intra = _positive(table, "intra_gb_s", None, where=where)
-    inter = _positive(table, "inter_gb_s", None, where=where)
+    intra = _positive(table, "intra_gb_s", where=where)
+    inter = _positive(table, "inter_gb_s", where=where)
     return Link(
         intra_bytes_per_s=None if intra is None else intra * 1e9,
         inter_bytes_per_s=None if inter is None else inter * 1e9,
-        latency_s=_positive(table, "latency_s", None, where=where),
+        latency_s=_positive(table, "latency_s", where=where),
     )
-
-
-def _type_named(name: object, *, where: str) -> str:
-    """The device type of exactly this name, whatever its case."""
-    types = {known.lower(): known for known in DEVICE_MEMORY}
-    if isinstance(name, str) and name.lower() in types:
-        return types[name.lower()]
-    near = difflib.get_close_matches(str(name).lower(), types, n=2, cutoff=0.4)
-    raise ClusterError(
-        f"{where}: unknown device type {name!r}; allowed: {', '.join(DEVICE_MEMORY)}",
-        hint=(
-            f"did you mean {' or '.join(types[match] for match in near)}?"
-            if near
-            else f"write {GRAMMAR}"
-        ),
-    )
-
-
-def _type_in(name: str) -> str | None:
-    """The device type that a driver's name such as "Tesla V100-SXM2-32GB" spells, if any."""
-    words = {word.upper() for word in re.split(r"[\s\-_]+", name)}
-    return next((t for t in DEVICE_MEMORY if {*t.upper().split("-")} <= words), None)
 
 
 def _layout_kind(layout: object) -> tuple[str, Any]:

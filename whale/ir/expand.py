@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whale.ir.homes import Bucket, sum_groups
-from whale.ir.plan import Plan, SplitLayer, StageLayer
+from whale.ir.plan import Plan, SplitLayer, StageLayer, StagePlan
 from whale.ir.schedule import Action
 
 
@@ -77,17 +77,23 @@ def split_collectives(
     return tuple(found)
 
 
-def layer_actions(plan: Plan, rank: int, layer: StageLayer, *, backward: bool) -> list[SubAction]:
-    """One Layer's forward or backward on one rank: its compute, then its collectives."""
+def layer_actions(
+    plan: Plan, rank: int, stage: StagePlan, layer: StageLayer, *, backward: bool
+) -> list[SubAction]:
+    """One Layer's forward or backward on one rank: its compute, then its collectives.
+
+    `stage` is where it runs: a Layer that is called again later runs outside its TaskGraph's stage.
+    """
     found = [SubAction(kind="backward" if backward else "forward", name=layer.path)]
     taskgraph = plan.taskgraphs[layer.taskgraph]
-    stage = plan.stages[taskgraph.stage]
     rows = next(
         g for g in sum_groups([r.ranks for r in stage.virtual_device.replicas]) if rank in g.ranks
     )
     if len(rows.ranks) > 1:
-        sums = 2 * layer.num_norms
-        found += [SubAction(kind="collective", name="all_reduce", ranks=rows.ranks)] * sums
+        # Batch norm gathers its statistics, and sums what their gradient needs.
+        name = "all_reduce" if backward else "all_gather"
+        norm = SubAction(kind="collective", name=name, ranks=rows.ranks)
+        found += [norm] * layer.num_norms
     if rank in taskgraph.virtual_device.ranks and taskgraph.splits:
         replica, _ = taskgraph.virtual_device.position(rank)
         ranks = taskgraph.virtual_device.replicas[replica].ranks
@@ -117,20 +123,21 @@ def expand(
 
     `buckets` are those this backward completes, by what they hold.
     """
+    stage = plan.stages[action.stage]
     if action.kind == "F":
         return [
             sub
-            for layer in plan.stages[action.stage].layers
-            for sub in layer_actions(plan, rank, layer, backward=False)
+            for layer in stage.layers
+            for sub in layer_actions(plan, rank, stage, layer, backward=False)
         ]
     if action.kind not in ("B", "I"):
         return []
     found: list[SubAction] = []
     waiting = [{s.home.name for s in bucket.slices} for bucket in buckets]
     number = 0
-    layers = plan.stages[action.stage].layers
+    layers = stage.layers
     for index in range(len(layers) - 1, -1, -1):
-        found += layer_actions(plan, rank, layers[index], backward=True)
+        found += layer_actions(plan, rank, stage, layers[index], backward=True)
         earlier = {name for layer in layers[:index] for name in layer.params}
         done = set(layers[index].params) - earlier
         for names in waiting:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from whale.ir.plan import Home, Plan
 from whale.ir.sharding import Span
@@ -27,6 +28,10 @@ class Sync:
 
     ranks: tuple[int, ...]
     leads: tuple[int, ...]
+
+
+Stretch = tuple[int, Span | None, list[Sync]]
+"""(dim, global span, SUM groups) of a part of a parameter; a span of None is all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,7 @@ class Bucket:
     slices: tuple[Slice, ...]
 
 
-def syncs(plan: Plan, home: Home) -> list[tuple[int, Span | None, list[Sync]]]:
+def syncs(plan: Plan, home: Home) -> list[Stretch]:
     """(dim, global span, SUM groups) for every stretch of a parameter.
 
     A span of None is all of it.
@@ -74,7 +79,7 @@ def syncs(plan: Plan, home: Home) -> list[tuple[int, Span | None, list[Sync]]]:
     if not home.splits:
         return [(0, None, sum_groups(everywhere))]
     dim = 0
-    holders: list[tuple[int, list[tuple[int, tuple[Span, ...]]]]] = []
+    holders: list[list[tuple[int, tuple[Span, ...]]]] = []
     points: set[int] = set()
     for taskgraph, path in home.splits:
         split = plan.split_of(taskgraph, path)
@@ -86,19 +91,23 @@ def syncs(plan: Plan, home: Home) -> list[tuple[int, Span | None, list[Sync]]]:
                 for shard, rank in enumerate(replica.ranks)
             ]
             points.update(point for _, spans in held for span in spans for point in span)
-            holders.append((index, held))
+            holders.append(held)
     points.update((0, home.shape[dim]))
     ordered = sorted(points)
-    found: list[tuple[int, Span | None, list[Sync]]] = []
-    for low, high in zip(ordered, ordered[1:], strict=False):
-        owners = list(everywhere)
-        for _, held in holders:
-            ranks = tuple(
-                rank for rank, spans in held if any(a <= low and high <= b for a, b in spans)
-            )
-            owners.append(ranks)
-        found.append((dim, (low, high), sum_groups([o for o in owners if o])))
-    return found
+    place = {point: number for number, point in enumerate(ordered)}
+    owners = [list(everywhere) for _ in ordered[1:]]
+    for held in holders:
+        ranks: list[list[int]] = [[] for _ in ordered[1:]]
+        for rank, spans in held:
+            for low, high in spans:
+                for number in range(place[low], place[high]):
+                    ranks[number].append(rank)
+        for number, there in enumerate(ranks):
+            owners[number] += [tuple(there)] if there else []
+    return [
+        (dim, span, sum_groups(there))
+        for span, there in zip(pairwise(ordered), owners, strict=True)
+    ]
 
 
 def sum_groups(contributions: list[tuple[int, ...]]) -> list[Sync]:
@@ -116,20 +125,40 @@ def sum_groups(contributions: list[tuple[int, ...]]) -> list[Sync]:
 
 def sync_groups(plan: Plan) -> Iterator[tuple[int, ...]]:
     """The rank tuples of all gradient SUM groups, in parameter order, with repeats."""
-    for home in plan.homes:
-        for _, _, groups in syncs(plan, home):
+    for _, stretches in all_syncs(plan):
+        for _, _, groups in stretches:
             for sync in groups:
                 if len(sync.ranks) > 1:
                     yield sync.ranks
 
 
-def rank_slices(plan: Plan, rank: int) -> list[Slice]:
-    """The slices `rank` owns, last parameter first: the order gradients come in."""
+def all_syncs(plan: Plan) -> list[tuple[Home, list[Stretch]]]:
+    """`syncs` of every parameter, in order; whole ones that live together share one answer."""
+    known: dict[object, list[Stretch]] = {}
+    found = []
+    for home in plan.homes:
+        key = (home.stages, home.around, home.splits, home.name if home.splits else "")
+        if key not in known:
+            known[key] = syncs(plan, home)
+        found.append((home, known[key]))
+    return found
+
+
+def rank_slices(
+    plan: Plan, rank: int, known: list[tuple[Home, list[Stretch]]] | None = None
+) -> list[Slice]:
+    """The slices `rank` owns, last parameter first: the order gradients come in.
+
+    `known` is `all_syncs` of the plan, for who asks of many ranks.
+    """
     slices: list[Slice] = []
-    for home in reversed(plan.homes):
-        if plan.piece(home, rank) is None:
+    stages = set(plan.stages_of(rank))
+    alike: dict[int, bool] = {}
+    for home, stretches in reversed(all_syncs(plan) if known is None else known):
+        if stages.isdisjoint(home.stages):
             continue
-        stretches = syncs(plan, home)
+        if id(stretches) not in alike:
+            alike[id(stretches)] = _alike(stretches, rank)
         found = [
             Slice(
                 home=home,
@@ -143,11 +172,11 @@ def rank_slices(plan: Plan, rank: int) -> list[Slice]:
             for mine in groups
             if rank in mine.ranks
         ]
-        slices += [_joined(found)] if found and _alike(stretches, rank) else found
+        slices += [_joined(found)] if found and alike[id(stretches)] else found
     return slices
 
 
-def _alike(stretches: list[tuple[int, Span | None, list[Sync]]], rank: int) -> bool:
+def _alike(stretches: list[Stretch], rank: int) -> bool:
     """Whether all members of the rank's groups hold exactly the stretches it holds.
 
     Then each may treat what it holds as one slice; otherwise the others would lay out the same
@@ -189,32 +218,40 @@ FIRST_BUCKET_BYTES = 1 << 20
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def rank_buckets(plan: Plan, rank: int, trainable: frozenset[str]) -> list[Bucket]:
+def rank_buckets(
+    plan: Plan,
+    rank: int,
+    trainable: frozenset[str],
+    known: list[tuple[Home, list[Stretch]]] | None = None,
+) -> list[Bucket]:
     """Slices of equal Sync and dtype, in the order every rank reduces them.
 
-    Members of a group see the same slices in the same order, so they cut the same buckets.
+    Members of a group see the same slices in the same order, so they cut the same buckets. `known`
+    is as for `rank_slices`.
     """
     order = {home.name: index for index, home in enumerate(reversed(plan.homes))}
     open_slices: dict[tuple[Sync, str], list[Slice]] = {}
+    sizes: dict[tuple[Sync, str], int] = {}
     buckets: list[Bucket] = []
     begun: set[tuple[Sync, str]] = set()
 
     def close(key: tuple[Sync, str]) -> None:
         slices = open_slices.pop(key)
+        del sizes[key]
         last = max(order[s.home.name] for s in slices)
         buckets.append(
             Bucket(position=(last, key[0].ranks), sync=key[0], dtype=key[1], slices=tuple(slices))
         )
 
-    for piece in rank_slices(plan, rank):
+    for piece in rank_slices(plan, rank, known):
         if piece.home.name not in trainable:
             continue
         key = (piece.sync, piece.home.dtype)
         open_slices.setdefault(key, []).append(piece)
-        size = sum(s.numel for s in open_slices[key]) * ITEM_BYTES[piece.home.dtype]
+        sizes[key] = sizes.get(key, 0) + piece.numel * ITEM_BYTES[piece.home.dtype]
         # The first bucket of a group is small, so that communication starts early in the backward.
         limit = plan.bucket_bytes if key in begun else min(FIRST_BUCKET_BYTES, plan.bucket_bytes)
-        if size >= limit:
+        if sizes[key] >= limit:
             begun.add(key)
             close(key)
     for key in list(open_slices):

@@ -17,6 +17,7 @@ from typing import Any
 
 from whale.ir.sharding import DimSharding
 from whale.ir.strategy import Scope, Tag
+from whale.ir.text import dumps, loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +67,37 @@ class SplitOption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A quantity of a Layer for a number of rows: `fixed + rows * per_row`."""
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def at(self, rows: float) -> float:
+        """The quantity for so many rows; nothing is computed for none."""
+        return self.fixed + rows * self.per_row if rows else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The operations of one kind in a Layer's forward: what the cost model prices.
+
+    Kinds: `matmul`, `conv`, `attention`, `rnn`, and `memory` for all that only moves data.
+    """
+
+    kind: str
+    calls: int
+    flops: Linear = Linear()
+    moved: Linear = Linear()
+    """Bytes read and written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """A module that runs whole in one stage.
 
-    FLOPs are of the forward, as `flops + rows * flops_per_row`.
+    FLOPs are of the forward, as `flops + rows * flops_per_row`. The glue after a Layer is counted
+    to it.
     """
 
     path: str
@@ -81,6 +109,19 @@ class Layer:
     splits: tuple[SplitOption, ...] = ()
     num_norms: int = 0
     """Batch norms in it: each sums its statistics over the replicas."""
+    work: tuple[Work, ...] = ()
+    glue: tuple[Work, ...] = ()
+    """Of the glue after it (the loss, after the last)."""
+    kept: Linear = Linear()
+    """Bytes its forward leaves for the backward."""
+    read: Linear = Linear()
+    """Bytes of its inputs."""
+    made: Linear = Linear()
+    """Bytes of its outputs: what travels when a stage ends here."""
+    largest: Linear = Linear()
+    """Bytes of the largest tensor made in it."""
+    signature: str = ""
+    """Layers of one signature take the same time: class, shapes and dtypes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +257,15 @@ class ModelGraph:
             ),
         )
 
+    def to_text(self) -> str:
+        """The text form (`ir/text.py`); `from_text` gives an equal ModelGraph back."""
+        return dumps(self.to_dict(), title="model-graph")
+
+    @classmethod
+    def from_text(cls, text: str) -> ModelGraph:
+        """The inverse of `to_text`."""
+        return cls.from_dict(loads(text, title="model-graph"))
+
 
 def _layer_dict(layer: Layer) -> dict[str, Any]:
     return {
@@ -226,6 +276,13 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "flops": layer.flops,
         "flops_per_row": layer.flops_per_row,
         "num_norms": layer.num_norms,
+        "work": [_work_dict(w) for w in layer.work],
+        "glue": [_work_dict(w) for w in layer.glue],
+        "kept": [layer.kept.fixed, layer.kept.per_row],
+        "read": [layer.read.fixed, layer.read.per_row],
+        "made": [layer.made.fixed, layer.made.per_row],
+        "largest": [layer.largest.fixed, layer.largest.per_row],
+        "signature": layer.signature,
         "splits": [
             {
                 "rule": o.rule,
@@ -253,6 +310,13 @@ def _layer_from(data: dict[str, Any]) -> Layer:
         flops=data["flops"],
         flops_per_row=data["flops_per_row"],
         num_norms=data["num_norms"],
+        work=tuple(_work_from(w) for w in data["work"]),
+        glue=tuple(_work_from(w) for w in data["glue"]),
+        kept=_linear(data["kept"]),
+        read=_linear(data["read"]),
+        made=_linear(data["made"]),
+        largest=_linear(data["largest"]),
+        signature=data["signature"],
         splits=tuple(
             SplitOption(
                 rule=o["rule"],
@@ -272,6 +336,28 @@ def _layer_from(data: dict[str, Any]) -> Layer:
             for o in data["splits"]
         ),
     )
+
+
+def _work_dict(work: Work) -> dict[str, Any]:
+    return {
+        "kind": work.kind,
+        "calls": work.calls,
+        "flops": [work.flops.fixed, work.flops.per_row],
+        "moved": [work.moved.fixed, work.moved.per_row],
+    }
+
+
+def _work_from(data: dict[str, Any]) -> Work:
+    return Work(
+        kind=data["kind"],
+        calls=data["calls"],
+        flops=_linear(data["flops"]),
+        moved=_linear(data["moved"]),
+    )
+
+
+def _linear(data: Sequence[float]) -> Linear:
+    return Linear(fixed=data[0], per_row=data[1])
 
 
 def assign_stages(

@@ -15,11 +15,20 @@ from typing import Any
 
 from whale.errors import PlanError
 from whale.ir.model_graph import BatchDims
+from whale.ir.prices import Prices
 from whale.ir.schedule import Schedule
 from whale.ir.sharding import WHOLE, DimSharding, Piece
+from whale.ir.text import dumps, loads
 from whale.ir.virtual_device import VirtualDevice
 
 SCHEMA = 1
+PREDICTED = (
+    "fits",
+    "step_seconds",
+    "samples_per_second",
+    "joules_per_step",
+    "lower_bound_seconds",
+)
 # Rules whose module reads the batch size in its own code: a bridge along rows goes around all of
 # it.
 AROUND = ("attention", "multihead")
@@ -150,10 +159,14 @@ class Plan:
     groups: tuple[Group, ...]
     schedule: Schedule
     bucket_bytes: int = 25_000_000
-    num_communicators: int = 2
+    num_communicators: int = 1
     strategy: str = ""
     rejected: tuple[str, ...] = ()
-    predicted: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    """`fits`, `step_seconds` and the other keys of PREDICTED, once the plan is priced."""
+    peak_bytes: tuple[int, ...] = ()
+    """Predicted peak memory by rank."""
+    prices: Prices | None = None
 
     @property
     def num_micro_batch(self) -> int:
@@ -206,12 +219,7 @@ class Plan:
         return {
             "schema": SCHEMA,
             "model_hash": self.model_hash,
-            "fits": None,
-            "step_seconds": None,
-            "samples_per_second": None,
-            "joules_per_step": None,
-            "lower_bound_seconds": None,
-            **dict(self.predicted),
+            **{key: self.predicted.get(key) for key in PREDICTED},
             "num_ranks": self.num_ranks,
             "batch_rows": self.batch_rows,
             "num_micro_batch": self.num_micro_batch,
@@ -282,6 +290,7 @@ class Plan:
             "schedule": self.schedule.to_dict(),
             "bucket_bytes": self.bucket_bytes,
             "num_communicators": self.num_communicators,
+            "prices": None if self.prices is None else self.prices.to_dict(),
         }
 
     def _device_dict(self, rank: int) -> dict[str, Any]:
@@ -290,8 +299,10 @@ class Plan:
             "rank": rank,
             "type": self.device_types[rank],
             "share": self.flops_share(rank),
-            "peak_bytes": None,
-            "capacity_bytes": None,
+            "peak_bytes": self.peak_bytes[rank] if self.peak_bytes else None,
+            "capacity_bytes": None
+            if self.prices is None
+            else self.prices.devices[rank].capacity_bytes,
             "stage": stages[0] if len(stages) == 1 else list(stages),
         }
 
@@ -321,7 +332,7 @@ class Plan:
                 f"the plan has schema {data.get('schema')!r}, this Whale reads {SCHEMA}",
                 hint="make the plan again with this version",
             )
-        known = ("fits", "step_seconds", "samples_per_second", "joules_per_step")
+        peaks = [d["peak_bytes"] for d in data["devices"]]
         return cls(
             model_hash=data["model_hash"],
             num_ranks=data["num_ranks"],
@@ -364,8 +375,19 @@ class Plan:
             num_communicators=data["num_communicators"],
             strategy=data["strategy"],
             rejected=tuple(data["rejected"]),
-            predicted={k: data[k] for k in known if data.get(k) is not None},
+            predicted={k: data[k] for k in PREDICTED if data.get(k) is not None},
+            peak_bytes=tuple(peaks) if None not in peaks else (),
+            prices=None if data.get("prices") is None else Prices.from_dict(data["prices"]),
         )
+
+    def to_text(self) -> str:
+        """The text form (`ir/text.py`); `from_text` gives an equal Plan back."""
+        return dumps(self.to_dict(), title="plan")
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """The inverse of `to_text`."""
+        return cls.from_dict(loads(text, title="plan"))
 
 
 def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from whale.errors import ScheduleError
+from whale.ir.text import dumps, loads
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
 SEND_KINDS = ("SF", "SB")
@@ -220,6 +221,15 @@ class Schedule:
                 hint="the file is from another version, or was edited by hand",
             )
         return Schedule(**{key: _tuples(value) for key, value in data.items()})
+
+    def to_text(self) -> str:
+        """The text form (`ir/text.py`); `from_text` gives an equal Schedule back."""
+        return dumps(self.to_dict(), title="schedule")
+
+    @staticmethod
+    def from_text(text: str) -> Schedule:
+        """The inverse of `to_text`."""
+        return Schedule.from_dict(loads(text, title="schedule"))
 
 
 def grid(

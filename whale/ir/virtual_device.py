@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from whale.ir.sharding import Span, apportion, cuts
+from whale.ir.text import dumps, loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,15 @@ class VirtualDevice:
         return cls(
             replicas=tuple(Replica(ranks=tuple(r["ranks"]), weight=r["weight"]) for r in data)
         )
+
+    def to_text(self) -> str:
+        """The text form (`ir/text.py`); `from_text` gives an equal VirtualDevice back."""
+        return dumps({"replicas": self.to_dict()}, title="virtual-device")
+
+    @classmethod
+    def from_text(cls, text: str) -> VirtualDevice:
+        """The inverse of `to_text`."""
+        return cls.from_dict(loads(text, title="virtual-device")["replicas"])
 
 
 @lru_cache(maxsize=4096)

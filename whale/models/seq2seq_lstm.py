@@ -1,4 +1,4 @@
-"""An LSTM encoder-decoder with dot attention, in the line of GNMT.
+"""An LSTM encoder-decoder with dot attention; `gnmt` is the published model of its kind.
 
 Place in the flow: a user's model. Each layer is its own `nn.LSTM`, so stages can be cut between
 layers. Decoder layers start from zero states and see the source through attention only: what passes
@@ -74,8 +74,5 @@ class Seq2SeqLSTM(nn.Module):
 presets: dict[str, Seq2SeqLSTMConfig] = {
     "lstm-tiny": Seq2SeqLSTMConfig(
         vocab_size=256, dim=64, num_encoder_layers=2, num_decoder_layers=2
-    ),
-    "gnmt-8": Seq2SeqLSTMConfig(
-        vocab_size=32000, dim=1024, num_encoder_layers=8, num_decoder_layers=8, dropout=0.2
     ),
 }

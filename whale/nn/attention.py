@@ -1,10 +1,11 @@
-"""Attention whose dropout is keyed.
+"""Attention whose dropout is keyed, and attention on a part of its heads.
 
 The plain product for masked probabilities, and nn.MultiheadAttention.
 
 Place in the flow: `attend` stands in for `scaled_dot_product_attention` when it has dropout (torch
-draws that mask inside its kernel, by layout); `MultiheadForward` is nn.MultiheadAttention's forward
-in torch operations, which also lets it be split by heads.
+draws that mask inside its kernel, by layout); `OwnHeads` gives that function the mask of this
+rank's heads in a module split by heads; `MultiheadForward` is nn.MultiheadAttention's forward in
+torch operations, which also lets it be split by heads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 
+from whale.errors import WhaleError
+from whale.nn.column_shard import plain
 from whale.nn.shard import Shard
 
 Drop = Callable[[torch.Tensor, float], torch.Tensor]
@@ -51,6 +55,64 @@ def attend(
     return drop(scores.softmax(-1), dropout_p) @ value
 
 
+def own_mask(mask: torch.Tensor, shard: Shard, heads: int) -> torch.Tensor:
+    """A mask of all `heads`, or of none in particular, for this rank's own.
+
+    Its gradient is a sum over heads, so every member's part is summed.
+    """
+    entered = shard.enter(mask)
+    if mask.dim() < 3 or mask.shape[-3] == 1:
+        return entered
+    if mask.shape[-3] != heads:
+        raise WhaleError(
+            f"attention is split by heads and got a mask for {mask.shape[-3]} heads, not for all "
+            f"{heads}",
+            hint="make the mask outside of the attention module, or without a head dim",
+        )
+    return entered.narrow(-3, shard.low * (heads // shard.cuts[-1]), shard.local(heads))
+
+
+class _Masks(TorchFunctionMode):
+    """Cuts the mask of `scaled_dot_product_attention`; every other function runs as it is."""
+
+    def __init__(self, shard: Shard) -> None:
+        super().__init__()
+        self.shard = shard
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            whole = query.shape[-3] // self.shard.num_units * self.shard.cuts[-1]
+            attn_mask = own_mask(plain(attn_mask), self.shard, whole)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+
+
+class OwnHeads:
+    """The forward of a module that computes attention on this rank's heads."""
+
+    def __init__(self, forward: Callable[..., Any], shard: Shard) -> None:
+        self.forward, self.masks = forward, _Masks(shard)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The replaced forward."""
+        with self.masks:
+            return self.forward(*args, **kwargs)
+
+
 class MultiheadForward:
     """nn.MultiheadAttention on this rank's heads (all of them when `shard` is None)."""
 
@@ -71,6 +133,10 @@ class MultiheadForward:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The replaced forward."""
         module: Any = self.module
+        # Columns of a split Linear before it: gathered once, for gradients flow through whole ones.
+        whole = {id(t): plain(t) for t in (query, key, value)}
+        query, key, value = (whole[id(t)] for t in (query, key, value))
+        key_padding_mask, attn_mask = plain(key_padding_mask), plain(attn_mask)
         if query.dim() == 2:
             masks = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
             axis = 0 if module.batch_first else 1
@@ -133,14 +199,16 @@ class MultiheadForward:
         if attn_mask is not None:
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.view(scores.shape[0], -1, *attn_mask.shape[1:])
-                if self.shard is not None:
-                    attn_mask = attn_mask.narrow(1, self.shard.low, self.shard.num_units)
+            if self.shard is not None:
+                attn_mask = own_mask(attn_mask, self.shard, self.shard.cuts[-1])
             scores = (
                 scores.masked_fill(attn_mask, -torch.inf)
                 if attn_mask.dtype == torch.bool
                 else scores + attn_mask
             )
         if key_padding_mask is not None:
+            if self.shard is not None:
+                key_padding_mask = self.shard.enter(key_padding_mask)
             padding = key_padding_mask[:, None, None, :]
             scores = (
                 scores.masked_fill(padding, -torch.inf)

@@ -1,8 +1,12 @@
 """Batch norm over all replicas' samples, as one device would see the micro-batch.
 
-Place in the flow: installed by `engine.lower` on batch norms of stages with several replicas.
-torch's SyncBatchNorm refuses CPU; this is the same formula in differentiable sums, for any shares
-(0 rows too).
+Place in the flow: installed by `engine.lower` on batch norms of stages with several replicas, for
+any shares (0 rows too). One collective each way: forward gathers every member's mean, variance and
+count, backward sums two numbers per channel. What the formulas need of a device is here for the
+CPU, which torch's SyncBatchNorm refuses, and in `batch_norm_cuda` for CUDA.
+
+The collectives are custom ops, and the one in forward is outside the autograd.Function, so that
+torch.compile keeps the gradient (see `runtime.collectives`).
 """
 
 from __future__ import annotations
@@ -10,12 +14,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from whale.runtime.collectives import all_sum
+from whale.nn import batch_norm_cuda
+from whale.runtime.collectives import all_sum, gather
+from whale.runtime.groups import communicator
 
 
 class SyncedBatchNorm:
-    """The forward of a batch norm whose statistics are summed over `group`."""
+    """The forward of a batch norm whose statistics are those of all members of `group`."""
 
     def __init__(self, module: Any, group: str) -> None:
         self.module, self.group = module, group
@@ -27,30 +34,183 @@ class SyncedBatchNorm:
         if not module.training and module.running_mean is not None:
             out: torch.Tensor = type(module).forward(module, x)
             return out
-        dims = [d for d in range(x.dim()) if d != 1]
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        local = x.new_tensor([x.numel() // max(1, x.shape[1])])
-        # Two sums, mean first: the one-pass form loses digits when the mean is large.
-        first = all_sum(torch.cat([x.sum(dims), local]), self.group)
-        count = first[-1].detach()
-        mean = first[:-1] / count
-        centered = x - mean.view(shape)
-        var = all_sum(centered.square().sum(dims), self.group) / count
-        self._track(mean.detach(), var.detach(), count)
-        out = centered * torch.rsqrt(var + module.eps).view(shape)
-        if module.affine:
-            out = out * module.weight.view(shape) + module.bias.view(shape)
-        return out
+        if x.is_cuda:
+            x = batch_norm_cuda.dense(x)
+        with torch.no_grad():
+            mean, invstd, counts = self._statistics(x)
+        return _Normalize.apply(  # type: ignore[no-any-return]
+            x, module.weight, module.bias, mean, invstd, counts, self.group
+        )
+
+    def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The group's mean and 1 / sqrt(var + eps) by channel, and every member's count."""
+        module, channels = self.module, x.shape[1]
+        count = x.numel() // max(1, channels)
+        local = batch_norm_cuda.statistics(x, module.eps) if x.is_cuda else _statistics(x)
+        members = communicator(self.group).size
+        stats = gather(local.unsqueeze(0), 0, [1] * members, self.group)
+        means, spreads, counts = stats[:, :channels], stats[:, channels:-1], stats[:, -1]
+        if not x.is_cuda:
+            mean, var = _combined(means, spreads, counts)
+            self._track(mean, var, counts.sum())
+            return mean, torch.rsqrt(var + module.eps), counts
+        running_mean, running_var = module.running_mean, module.running_var
+        # The kernel tracks in the dtype of its input, and divides by the count less one.
+        if self._tracks() and count > 1 and running_mean.dtype == stats.dtype:
+            mean, invstd = batch_norm_cuda.combined(
+                means,
+                spreads,
+                counts,
+                module.eps,
+                running_mean,
+                running_var,
+                self._next_factor(),
+            )
+        else:
+            mean, invstd = batch_norm_cuda.combined(means, spreads, counts, module.eps)
+            self._track(mean, invstd.pow(-2) - module.eps, counts.sum())
+        return mean, invstd, counts
+
+    def _tracks(self) -> bool:
+        return self.module.training and self.module.running_mean is not None
+
+    def _next_factor(self) -> float:
+        """Counts the batch; the weight of its statistics in the running ones."""
+        module = self.module
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            return 1.0 / float(module.num_batches_tracked)
+        return float(module.momentum)
 
     def _track(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
-        module = self.module
-        if not module.training or module.running_mean is None:
+        if not self._tracks():
             return
-        with torch.no_grad():
-            module.num_batches_tracked.add_(1)
-            factor = module.momentum
-            if factor is None:
-                factor = 1.0 / float(module.num_batches_tracked)
-            unbiased = var * (count / (count - 1).clamp(min=1))
-            module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-            module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+        module, factor = self.module, self._next_factor()
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
+        module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) * invstd * weight + bias.
+
+    Backward goes through the statistics too, which are functions of every member's x; the gradients
+    of weight and bias stay this member's own part.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        invstd: torch.Tensor,
+        counts: torch.Tensor,
+        group: str,
+    ) -> torch.Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x, weight, mean, invstd, counts)
+        normalized = batch_norm_cuda.normalized if x.is_cuda else _normalized
+        return normalized(x, weight, bias, mean, invstd)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, mean, invstd, counts = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        on_cuda = x.is_cuda
+        if on_cuda:
+            grad = batch_norm_cuda.like(grad, x)
+        reduced = batch_norm_cuda.reduced if on_cuda else _reduced
+        sums, grad_weight, grad_bias = reduced(grad, x, weight, mean, invstd, needs)
+        grad_x = None
+        if needs[0]:
+            sums = all_sum(sums, ctx.group)
+            input_gradient = batch_norm_cuda.input_gradient if on_cuda else _input_gradient
+            grad_x = input_gradient(grad, x, weight, mean, invstd, sums, counts)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+# ---- the formulas on the CPU ---------------------------------------------------------------------
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Half precision in float32: what statistics are taken in."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return values.view([1, -1] + [1] * (x.dim() - 2))
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    return x.sum([d for d in range(x.dim()) if d != 1])
+
+
+def _statistics(x: torch.Tensor) -> torch.Tensor:
+    """Mean and variance by channel, then the count; zeros for no rows."""
+    x = _wide(x)
+    channels = x.shape[1]
+    if not x.numel():
+        return x.new_zeros(2 * channels + 1)
+    # Two passes inside, mean first: the one-pass form loses digits when the mean is large.
+    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return torch.cat([mean, var, mean.new_full((1,), x.numel() // channels)])
+
+
+def _combined(
+    means: torch.Tensor, variances: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of all members' samples (Chan et al., for any number of parts)."""
+    shares = (counts / counts.sum()).unsqueeze(1)
+    mean = (shares * means).sum(0)
+    return mean, (shares * (variances + (means - mean).square())).sum(0)
+
+
+def _normalized(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+) -> torch.Tensor:
+    scale = invstd if weight is None else invstd * weight
+    out = (_wide(x) - _by_channel(mean, x)) * _by_channel(scale, x)
+    if bias is not None:
+        out += _by_channel(bias, x)
+    return out.to(x.dtype)
+
+
+def _reduced(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    needs: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """This member's sums of dy and dy * (x - mean), and the gradients of weight and bias."""
+    grad = _wide(grad)
+    by_grad = _sums(grad)
+    by_both = _sums(grad * (_wide(x) - _by_channel(mean, x)))
+    grad_weight = (by_both * invstd).to(weight.dtype) if weight is not None and needs[1] else None
+    grad_bias = by_grad.to(weight.dtype) if weight is not None and needs[2] else None
+    return torch.cat([by_grad, by_both]), grad_weight, grad_bias
+
+
+def _input_gradient(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    sums: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    by_grad, by_both = (sums / counts.sum()).chunk(2)
+    scale = invstd if weight is None else invstd * weight
+    centered = _wide(x) - _by_channel(mean, x)
+    out = _wide(grad) - _by_channel(by_grad, x)
+    out -= centered * _by_channel(by_both * invstd.square(), x)
+    return (out * _by_channel(scale, x)).to(x.dtype)

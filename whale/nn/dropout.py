@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from whale.nn.shard import Shard
 from whale.runtime.context import StepContext
 
 _MASK = 0xFFFFFFFF
@@ -51,13 +52,7 @@ def keep_mask(
 ) -> torch.Tensor:
     """Which elements stay; `sharded` is (dim, first, whole size) of a dim that is a part."""
     sizes = list(shape)
-    whole = list(shape)
-    offsets = [0] * len(sizes)
-    if sharded is not None:
-        dim, first, size = sharded
-        whole[dim], offsets[dim] = size, first
-    factor = sizes[batch_dim] // rows if rows else 1
-    offsets[batch_dim] = first_row * factor
+    offsets = _offsets(sizes, first_row, rows, batch_dim, sharded)
     counter = torch.full((), key, dtype=torch.int64, device=device)
     for dim in [batch_dim, *(d for d in range(len(sizes)) if d != batch_dim)]:
         index = torch.arange(offsets[dim], offsets[dim] + sizes[dim], device=device)
@@ -68,6 +63,21 @@ def keep_mask(
     return counter >= int(p * (_MASK + 1))
 
 
+def _offsets(
+    shape: Sequence[int],
+    first_row: int,
+    rows: int,
+    batch_dim: int,
+    sharded: tuple[int, int, int] | None,
+) -> list[int]:
+    """Where the tensor starts in the whole one, by dim."""
+    offsets = [0] * len(shape)
+    if sharded is not None:
+        offsets[sharded[0]] = sharded[1]
+    offsets[batch_dim] = first_row * (shape[batch_dim] // rows if rows else 1)
+    return offsets
+
+
 class KeyedDropout:
     """The forward of an `nn.Dropout` on this rank's copy."""
 
@@ -75,7 +85,8 @@ class KeyedDropout:
         self, module: torch.nn.Module, name: str, context: StepContext, batch_dim: int | None = 0
     ) -> None:
         self.module, self.name, self.context, self.batch_dim = module, name, context, batch_dim
-        self.sharded: tuple[int, int] | None = None
+        self.shard: Shard | None = None
+        """Of the split it is inside of: it sees a part of the columns, and maybe more rows."""
         self._position: tuple[int, ...] = ()
         self._calls = 0
 
@@ -91,10 +102,35 @@ class KeyedDropout:
         key = key_of(context.seed, context.step, self.name, self._calls)
         key = key_of(key, context.layer_call, "call", 0)
         self._calls += 1
-        if p == 1.0:
-            return x * 0
-        sharded = (x.dim() - 1, *self.sharded) if self.sharded is not None else None
-        return x * position_mask(x, p, key, context, self.batch_dim, sharded) * (1.0 / (1.0 - p))
+        if self.shard is None:
+            return drop(x, p, key, context, self.batch_dim, None)
+        sharded = (x.dim() - 1, *self.shard.span(x.shape[-1]))
+        with self.shard.all_rows():
+            return drop(x, p, key, context, self.batch_dim, sharded)
+
+
+def drop(
+    x: torch.Tensor,
+    p: float,
+    key: int,
+    context: StepContext,
+    batch_dim: int | None,
+    sharded: tuple[int, int, int] | None,
+) -> torch.Tensor:
+    """`x` with the mask of `position_mask`, scaled.
+
+    On CUDA in one kernel that saves no mask.
+    """
+    if p == 1.0:
+        return x * 0
+    if x.is_cuda:
+        from whale.nn import dropout_kernel  # noqa: PLC0415 - it loads Triton
+
+        if dropout_kernel.takes(x):
+            key, first_row, rows, dim = _placed(x, key, context, batch_dim)
+            offsets = _offsets(x.shape, first_row, rows, dim, sharded)
+            return dropout_kernel.drop(x, p, key, offsets, dim)
+    return x * position_mask(x, p, key, context, batch_dim, sharded) * (1.0 / (1.0 - p))
 
 
 def position_mask(
@@ -106,15 +142,23 @@ def position_mask(
     sharded: tuple[int, int, int] | None,
 ) -> torch.Tensor:
     """The mask of a call named by `key`; what has no batch in it gets one mask per micro-batch."""
-    if batch_dim is None:
-        key = key_of(key, context.micro_batch, "micro-batch", 0)
+    key, first_row, rows, dim = _placed(x, key, context, batch_dim)
     return keep_mask(
         x.shape,
         p,
         key=key,
-        first_row=context.first_row if batch_dim is not None else 0,
-        rows=context.rows if batch_dim is not None else x.shape[0],
-        batch_dim=batch_dim or 0,
+        first_row=first_row,
+        rows=rows,
+        batch_dim=dim,
         device=x.device,
         sharded=sharded,
     )
+
+
+def _placed(
+    x: torch.Tensor, key: int, context: StepContext, batch_dim: int | None
+) -> tuple[int, int, int, int]:
+    """Key, first row, rows and the dim they are in."""
+    if batch_dim is None:
+        return key_of(key, context.micro_batch, "micro-batch", 0), 0, x.shape[0], 0
+    return key, context.first_row, context.rows, batch_dim

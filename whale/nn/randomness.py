@@ -15,43 +15,51 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from whale.nn.attention import attend
-from whale.nn.dropout import key_of, position_mask
+from whale.nn.dropout import drop, key_of
 from whale.runtime.context import StepContext
 
 BatchDims = dict[tuple[str, int], int | None]
 
 
 class CallNames:
-    """Which Layer is running, and how many random calls it has made in this micro-batch."""
+    """Which Layer is running, and how many random calls it has made in this micro-batch.
 
-    def __init__(self, context: StepContext) -> None:
-        self.context = context
+    With `by_entry` the count begins again whenever a Layer begins, be it in another stage.
+    """
+
+    def __init__(self, context: StepContext, *, by_entry: bool = False) -> None:
+        self.context, self.by_entry = context, by_entry
         self.layer = ""
         self.heads: tuple[int, int, int] | None = None
         """(first, own, all) units of the attention now running, when it is split."""
-        self._position = (-1, -1, -1)
+        self._position = (-1, -1, -1, -1)
         self._calls: dict[str, int] = {}
+
+    def _begin(self) -> None:
+        """Forgets the calls of another micro-batch."""
+        context = self.context
+        entry = context.layer_entry if self.by_entry else 0
+        position = (context.step, context.stage, context.micro_batch, entry)
+        if position != self._position:
+            self._position, self._calls = position, {}
 
     def next(self) -> tuple[str, int]:
         """The name of the call being made now."""
-        context = self.context
-        position = (context.step, context.stage, context.micro_batch)
-        if position != self._position:
-            self._position, self._calls = position, {}
+        self._begin()
         number = self._calls.get(self.layer, 0)
         self._calls[self.layer] = number + 1
         return self.layer, number
 
     def at(self, number: int) -> None:
         """The next random call is number `number` of the glue."""
-        self.next()
+        self._begin()
         self._calls[""] = number
 
     def watch(self, path: str, layer: nn.Module, per_call: int) -> None:
         """Follows a Layer in and out; it makes `per_call` random calls each time."""
 
         def enter(*_: Any) -> None:
-            self.next()
+            self._begin()
             self.layer = path
             # A Layer called again, maybe in a later stage, goes on where its first call stopped.
             self._calls[path] = self.context.layer_call * per_call
@@ -144,5 +152,4 @@ class KeyedRandom(TorchFunctionMode):
         dim = self.dims.get(name, 0)
         key = key_of(context.seed, context.step, f"{layer}()", number)
         sharded = _head_span(x.shape[1], heads) if heads is not None else None
-        mask = position_mask(x, p, key, context, dim, sharded)
-        return x * mask * (1.0 / (1.0 - p))
+        return drop(x, p, key, context, dim, sharded)

@@ -8,6 +8,7 @@ several data parallel replicas gathers their rows on the way in and cuts them on
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,15 @@ class Shard:
         """`size` elements over all units, by member."""
         unit = size // self.cuts[-1]
         return [(b - a) * unit for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
+
+    def span(self, local: int) -> tuple[int, int]:
+        """(first, all) of a dim of which `local` elements belong to the own units."""
+        unit = local // self.num_units if self.num_units else 1
+        return self.low * unit, self.cuts[-1] * unit
+
+    def all_rows(self) -> AbstractContextManager[None]:
+        """Around code between `enter` and `leave`: the rows there are those of all members."""
+        return nullcontext() if self.rows is None else self.rows.all_rows()
 
     def enter(
         self, x: torch.Tensor, meanwhile: collectives.Meanwhile | None = None

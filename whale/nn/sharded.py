@@ -188,6 +188,24 @@ class LoneColumn:
         return ColumnShard(local, self.shard, self.columns)
 
 
+class _Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, counts: bool) -> torch.Tensor:
+        ctx.counts = counts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] if ctx.counts else torch.zeros_like(grads[0]), None
+
+
+def _counted_once(x: torch.Tensor, counts: bool) -> torch.Tensor:
+    """`x`, whose gradient is the same on every member and counts on one of them."""
+    if not x.requires_grad:
+        return x
+    return _Counted.apply(x, counts)  # type: ignore[no-untyped-call,no-any-return]
+
+
 class RowsAround:
     """A module that sees the rows of all members: gathered on the way in, cut on the way out.
 
@@ -221,12 +239,14 @@ class RowsAround:
 
     def _gather(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         if dim is None:
-            return x
+            # Every member computes the gradient of all rows; outside, replicas add up theirs.
+            return _counted_once(x, self.index == 0)
         return collectives.gather(x, 0, self.rows.scaled_own(x.shape[0], self.index), self.group)
 
     def _scatter(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         if dim is None:
-            return x
+            # The other way round: each replica's gradient is of its own rows only.
+            return collectives.enter(x, self.group)
         return collectives.scatter(x, 0, self.rows.scaled(x.shape[0]), self.group)
 
 

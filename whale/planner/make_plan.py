@@ -5,10 +5,12 @@ Place in the flow: the only entry of the planner. Deterministic: every rank comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from whale.config import Config
+from whale.cost.compute import CostModel, Training
+from whale.cost.price import price
 from whale.errors import CaptureError, PlanError
 from whale.ir.check import check_plan
 from whale.ir.cluster import Cluster
@@ -16,12 +18,14 @@ from whale.ir.deadlock import check_schedule
 from whale.ir.homes import FIRST_BUCKET_BYTES, ITEM_BYTES, sum_groups, sync_groups, syncs
 from whale.ir.model_graph import ModelGraph, TaskGraph, assign_stages
 from whale.ir.plan import Group, Plan, SplitLayer, StageLayer, StagePlan, TaskGraphPlan
-from whale.ir.schedule import Schedule
-from whale.ir.strategy import Scope
-from whale.planner.partition import balanced_cuts
-from whale.planner.placement import Placement, place, speeds
+from whale.ir.profile import Profile
+from whale.ir.schedule import Action, Schedule
+from whale.planner.candidates import Candidate, automatic, orders
+from whale.planner.placement import Placement, feeding, place, stages_of
 from whale.planner.schedules import canonical_kind, rank_actions
+from whale.planner.shares import Shares
 from whale.planner.splits import choose_splits, make_homes, users_of
+from whale.sim.simulate import simulate
 
 
 def make_plan(
@@ -31,14 +35,97 @@ def make_plan(
     *,
     batch_rows: int,
     refusal: CaptureError | None = None,
+    training: Training | None = None,
+    profile: Profile | None = None,
 ) -> Plan:
-    """A plan for `graph` on `cluster`.
+    """The fastest plan for `graph` on `cluster` that fits, or the one that overflows least.
 
-    `refusal` is why the glue could not be traced, if it could not.
+    Args:
+        graph: The captured model.
+        cluster: The devices.
+        config: Settings; `cluster.balance` says how shares are chosen.
+        batch_rows: Rows of the global batch.
+        refusal: Why the glue could not be traced, if it could not.
+        training: Optimizer and precision; default: AdamW.
+        profile: What was measured of the devices; default: data sheets.
     """
-    model_hash = graph.hash
-    graph = _auto_stages(graph, config)
-    placement = place(graph, cluster, config)
+    costs = CostModel(graph, cluster, training, profile)
+    rejected: list[str] = []
+    auto = config.auto.auto_parallel and not any(t.tag for t in graph.taskgraphs)
+    if auto:
+        found = list(automatic(costs, config, batch_rows, rejected))
+    else:
+        num_groups = min(len(stages_of(graph, config)), cluster.num_devices)
+        found = list(orders(costs, num_groups, config))
+    scored: list[tuple[tuple[float, float], int, Candidate, Plan]] = []
+    first_error: PlanError | None = None
+    for number, candidate in enumerate(found):
+        try:
+            plan = _build(candidate, graph.hash, costs, config, batch_rows, refusal)
+        except PlanError as error:
+            first_error = first_error or error
+            rejected.append(f"{candidate.about}: {error.message}")
+            continue
+        scored.append((_score(plan), number, candidate, plan))
+    if not scored:
+        raise first_error or _nothing(config, graph, rejected)
+    scored.sort(key=lambda item: item[:2])
+    (overflow, seconds), _, winner, best = scored[0]
+    nearest = scored[1:9]
+    # Data parallel is what everybody compares with.
+    nearest += [s for s in scored[9:] if s[2].about.startswith("data parallel")][:1]
+    for (over, slower), _, candidate, _ in nearest:
+        if over > overflow:
+            text = f"does not fit, by {over / 1e9:.2f} GB on one device"
+        else:
+            text = f"{slower / seconds - 1.0:.1%} slower" if seconds else "no faster"
+        rejected.append(f"{candidate.about}: {text}")
+    strategy = best.strategy if len(found) == 1 else f"{best.strategy} ({winner.about})"
+    best = replace(best, strategy=strategy, rejected=(*best.rejected, *rejected))
+    check_plan(best)
+    schedule = best.schedule
+    check_schedule(schedule, orders_of(schedule))
+    return best
+
+
+def orders_of(schedule: Schedule) -> dict[int, list[Action]]:
+    """The actions of every device group: what runs, is checked, is simulated and is drawn."""
+    return {g: rank_actions(schedule, g) for g in range(len(schedule.groups))}
+
+
+def _nothing(config: Config, graph: ModelGraph, rejected: Sequence[str]) -> PlanError:
+    text = (
+        f"no plan with pipeline.num_stages = {config.pipeline.num_stages} for a model of "
+        f"{len(graph.layers)} Layers"
+    )
+    if rejected:
+        return PlanError(f"{text}; {rejected[0]}", hint="leave the number of stages to the planner")
+    return PlanError(text, hint="a stage holds at least one Layer and runs on at least one device")
+
+
+def _score(plan: Plan) -> tuple[float, float]:
+    """Bytes over capacity on the worst device, then seconds."""
+    assert plan.prices is not None
+    over = max(
+        peak + device.reserve_bytes - device.capacity_bytes
+        for peak, device in zip(plan.peak_bytes, plan.prices.devices, strict=True)
+    )
+    return max(0.0, float(over)), float(plan.predicted["step_seconds"])
+
+
+def _build(
+    candidate: Candidate,
+    model_hash: str,
+    costs: CostModel,
+    config: Config,
+    batch_rows: int,
+    refusal: CaptureError | None,
+) -> Plan:
+    """One candidate as a priced plan."""
+    graph, cluster = candidate.graph, costs.cluster
+    num_micro_batch, _ = feeding(graph, config)
+    shares = Shares(graph=graph, config=config, costs=costs, rows=-(-batch_rows // num_micro_batch))
+    placement = place(graph, shares, config, order=candidate.order)
     if len(placement.stages) > 1 and not graph.nodes:
         raise refusal or PlanError(
             f"{len(placement.stages)} stages, but the model's glue was not traced",
@@ -48,7 +135,7 @@ def make_plan(
     stage_of_layer = [stage_of_taskgraph[layer.taskgraph] for layer in graph.layers]
     stage_of_node, edges = assign_stages(graph.nodes, stage_of_layer)
     users = users_of(graph, stage_of_layer, stage_of_node)
-    splits = _splits(graph, placement, speeds(cluster), stage_of_layer)
+    splits = _splits(graph, placement, shares, stage_of_layer)
     bridged = [
         t.index
         for t in graph.taskgraphs
@@ -84,12 +171,27 @@ def make_plan(
         bucket_bytes=_bucket_bytes(graph, config),
         num_communicators=config.communication.num_communicators,
         strategy=_describe(graph, placement),
+        rejected=tuple(shares.shortages),
     )
     plan = replace(plan, groups=_groups_of(plan))
-    check_plan(plan)
-    schedule = plan.schedule
-    check_schedule(schedule, {g: rank_actions(schedule, g) for g in range(len(schedule.groups))})
-    return plan
+    plan = replace(plan, prices=price(plan, graph, costs, shares.binds))
+    return predicted(plan)
+
+
+def predicted(plan: Plan) -> Plan:
+    """A priced plan with what the simulator says of it."""
+    report = simulate(plan, orders_of(plan.schedule), events=False)
+    return replace(
+        plan,
+        predicted={
+            "fits": report.fits,
+            "step_seconds": report.step_seconds,
+            "samples_per_second": report.samples_per_second,
+            "joules_per_step": report.joules_per_step,
+            "lower_bound_seconds": report.lower_bound_seconds,
+        },
+        peak_bytes=tuple(device.memory.total for device in report.devices),
+    )
 
 
 def _stage_layers(
@@ -115,36 +217,8 @@ def _stage_layers(
     )
 
 
-def _auto_stages(graph: ModelGraph, config: Config) -> ModelGraph:
-    """Stages by cost when the user asked for them and wrote no scopes."""
-    if not config.auto.auto_parallel:
-        return graph
-    scoped = [t for t in graph.taskgraphs if t.tag]
-    if scoped:
-        raise PlanError(
-            "auto.auto_parallel is on, but the model has annotations",
-            hint="drop the annotations or auto; completing part of them comes with the cost model",
-            where=scoped[0].where,
-        )
-    num_stages = config.pipeline.num_stages or 1
-    if num_stages > len(graph.layers):
-        raise PlanError(
-            f"pipeline.num_stages is {num_stages}, the model has {len(graph.layers)} Layers",
-            hint="a stage holds at least one Layer",
-        )
-    points = balanced_cuts([layer.flops_per_row for layer in graph.layers], num_stages)
-    taskgraphs, layers = [], list(graph.layers)
-    for index in range(num_stages):
-        members = tuple(range(points[index], points[index + 1]))
-        tag = (Scope(kind="stage", uid=-1 - index, where="auto"),)
-        taskgraphs.append(TaskGraph(index=index, tag=tag, layers=members))
-        for member in members:
-            layers[member] = replace(layers[member], taskgraph=index)
-    return replace(graph, layers=tuple(layers), taskgraphs=tuple(taskgraphs))
-
-
 def _splits(
-    graph: ModelGraph, placement: Placement, weights: tuple[int, ...], stage_of_layer: list[int]
+    graph: ModelGraph, placement: Placement, shares: Shares, stage_of_layer: list[int]
 ) -> dict[int, tuple[SplitLayer, ...]]:
     glue = {name for node in graph.nodes if node.layer is None for name in node.params}
     in_layers = {name for layer in graph.layers for name in layer.params}
@@ -158,7 +232,7 @@ def _splits(
         stage_layers = [i for i, s in enumerate(stage_of_layer) if s == stage]
         device = placement.taskgraph_devices[t.index]
         bridged = device != placement.stage_devices[stage]
-        found[t.index] = choose_splits(graph, t, device, weights, stage_layers, glue, bridged)
+        found[t.index] = choose_splits(graph, t, device, shares, stage_layers, glue, bridged)
     return found
 
 
@@ -259,12 +333,25 @@ def _channels(plan: Plan) -> Iterator[tuple[int, int]]:
 
 
 def _describe(graph: ModelGraph, placement: Placement) -> str:
-    parts = []
+    """The plan in one line; equal stages in a row are said once."""
+    parts: list[tuple[int, int, str]] = []
     for stage, members in enumerate(placement.stages):
-        names = [f"{graph.taskgraphs[t].kind}" for t in members]
-        device = placement.stage_devices[stage]
-        parts.append(f"stage {stage}: {'+'.join(names)} on {len(device.ranks)}")
-    text = "; ".join(parts)
+        kinds = "+".join(graph.taskgraphs[t].kind for t in members)
+        text = f"{kinds} on {len(placement.stage_devices[stage].ranks)}"
+        if parts and parts[-1][2] == text:
+            parts[-1] = (parts[-1][0], stage, text)
+        else:
+            parts.append((stage, stage, text))
+    if len(placement.stages) == 1:
+        found = parts[0][2]
+    else:
+        found = "; ".join(
+            f"stage {a}: {text}" if a == b else f"stages {a}-{b}: {text} each"
+            for a, b, text in parts
+        )
     if placement.num_copies > 1:
-        text += f"; {placement.num_copies} copies"
-    return f"{text}; {placement.num_micro_batch} micro-batches, {placement.schedule}"
+        found += f"; {placement.num_copies} copies"
+    count = placement.num_micro_batch
+    if len(placement.stages) > 1:
+        return f"{found}; {placement.schedule}, {count} micro-batch{'es' if count > 1 else ''}"
+    return f"{found}; {count} micro-batches" if count > 1 else found

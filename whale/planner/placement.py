@@ -7,18 +7,16 @@ devices left over replicate the whole. Paper section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import lcm
 
 from whale.config import Config
 from whale.errors import AnnotationError, PlanError
-from whale.ir.cluster import Cluster
 from whale.ir.model_graph import ModelGraph, TaskGraph
 from whale.ir.sharding import apportion, cuts
 from whale.ir.strategy import Scope
-from whale.ir.virtual_device import Replica, VirtualDevice
+from whale.ir.virtual_device import VirtualDevice
+from whale.planner.shares import Shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +30,6 @@ class Placement:
     num_micro_batch: int
     schedule: str
     num_copies: int
-
-
-def speeds(cluster: Cluster) -> tuple[int, ...]:
-    """Relative device speeds as small whole numbers."""
-    exact = [Fraction(device.speed).limit_denominator(64) for device in cluster.devices]
-    scale = lcm(*(f.denominator for f in exact))
-    whole = [int(f * scale) for f in exact]
-    if min(whole) == max(whole):
-        return (1,) * len(whole)
-    return tuple(whole)
 
 
 def stages_of(graph: ModelGraph, config: Config) -> list[list[TaskGraph]]:
@@ -98,20 +86,33 @@ def _split_scope(taskgraph: TaskGraph) -> Scope | None:
     return next((s for s in taskgraph.tag if s.kind == "split"), None)
 
 
-def place(graph: ModelGraph, cluster: Cluster, config: Config) -> Placement:
-    """Chooses ranks for every stage and TaskGraph."""
+def place(
+    graph: ModelGraph,
+    shares: Shares,
+    config: Config,
+    *,
+    order: Sequence[int] | None = None,
+) -> Placement:
+    """Chooses ranks for every stage and TaskGraph.
+
+    Devices are taken in `order` (default: by rank), so that a stage can have those that suit it.
+    """
     stages = stages_of(graph, config)
-    num_micro_batch, schedule = _feeding(graph, config)
-    num_devices = cluster.num_devices
+    num_micro_batch, schedule = feeding(graph, config)
+    num_devices = shares.costs.cluster.num_devices
     num_groups, schedule = _num_groups(len(stages), num_devices, schedule, config)
     groups = tuple(tuple(range(g, len(stages), num_groups)) for g in range(num_groups))
     ranks_by_group = _group_ranks(stages, groups, num_devices, config)
-    weights = speeds(cluster)
+    if order is not None:
+        ranks_by_group = [
+            [tuple(sorted(order[r] for r in copy)) for copy in copies] for copies in ranks_by_group
+        ]
+    shares.in_flight = in_flight(len(stages), num_micro_batch, schedule, num_groups)
     stage_devices: list[VirtualDevice] = []
     taskgraph_devices: dict[int, VirtualDevice] = {}
     for index, members in enumerate(stages):
         copies = ranks_by_group[index % num_groups]
-        base, placed = _devices(members, copies, weights, num_groups > 1)
+        base, placed = _devices(index, members, copies, shares)
         stage_devices.append(base)
         taskgraph_devices.update(placed)
     return Placement(
@@ -125,7 +126,8 @@ def place(graph: ModelGraph, cluster: Cluster, config: Config) -> Placement:
     )
 
 
-def _feeding(graph: ModelGraph, config: Config) -> tuple[int, str]:
+def feeding(graph: ModelGraph, config: Config) -> tuple[int, str]:
+    """Micro-batches per step and the schedule, from the pipeline scope or the settings."""
     pipelines = {s.uid: s for t in graph.taskgraphs for s in t.tag if s.kind == "pipeline"}
     if len(pipelines) > 1:
         first, second = list(pipelines.values())[:2]
@@ -257,18 +259,39 @@ def _group_count(taskgraphs: list[TaskGraph]) -> int | None:
     return max(found) if found else None
 
 
+def in_flight(
+    num_stages: int, num_micro_batch: int, schedule: str, num_groups: int
+) -> Callable[[int], int]:
+    """Micro-batches that each stage holds at once, at most."""
+    if num_stages == 1 or schedule == "gpipe":
+        return lambda stage: num_micro_batch if num_stages > 1 else 1
+    # Interleaved stages come back to a group every `num_groups`, so they wait as long as the chain.
+    return lambda stage: min(num_micro_batch, num_stages - stage)
+
+
 def _devices(
-    members: list[TaskGraph],
-    copies: list[tuple[int, ...]],
-    weights: tuple[int, ...],
-    pipelined: bool,
+    stage: int, members: list[TaskGraph], copies: list[tuple[int, ...]], shares: Shares
 ) -> tuple[VirtualDevice, dict[int, VirtualDevice]]:
     """The row layout of a stage, and the VirtualDevice of each of its TaskGraphs."""
     widths = {t.index: _shard_width(t, copies) for t in members}
     distinct = set(widths.values())
     base_width = distinct.pop() if len(distinct) == 1 else 1
-    base = _groups_of(copies, base_width, weights)
-    placed = {t.index: _groups_of(copies, widths[t.index], weights) for t in members}
+    replicas = _cut(copies, base_width)
+    layers = [layer for t in members for layer in t.layers]
+    split = {layer for t in members if widths[t.index] > 1 for layer in t.layers}
+    weights = shares.row_weights(stage, layers, replicas, split)
+    base = VirtualDevice.of(replicas, weights)
+    placed = {}
+    for t in members:
+        if widths[t.index] == base_width:
+            placed[t.index] = base
+            continue
+        # A wider TaskGraph takes the rows of all the replicas it spans.
+        row_weight = {ranks[0]: w for ranks, w in zip(replicas, weights, strict=True)}
+        groups = _cut(copies, widths[t.index])
+        placed[t.index] = VirtualDevice.of(
+            groups, [sum(row_weight[rank] for rank in group) for group in groups]
+        )
     return base, placed
 
 
@@ -288,12 +311,8 @@ def _shard_width(taskgraph: TaskGraph, copies: list[tuple[int, ...]]) -> int:
     return width
 
 
-def _groups_of(
-    copies: list[tuple[int, ...]], width: int, weights: tuple[int, ...]
-) -> VirtualDevice:
-    replicas = []
-    for ranks in copies:
-        for start in range(0, len(ranks), width):
-            members = ranks[start : start + width]
-            replicas.append(Replica(ranks=members, weight=sum(weights[r] for r in members)))
-    return VirtualDevice(replicas=tuple(replicas))
+def _cut(copies: list[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
+    """The ranks of every copy in groups of `width`."""
+    return [
+        ranks[start : start + width] for ranks in copies for start in range(0, len(ranks), width)
+    ]

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from whale.errors import AnnotationError
 from whale.ir.model_graph import ModelGraph, SplitOption, TaskGraph
 from whale.ir.plan import AROUND, Home, SplitLayer
-from whale.ir.sharding import apportion, cuts
+from whale.ir.sharding import cuts
 from whale.ir.virtual_device import VirtualDevice
+from whale.planner.shares import Shares
 
 
 def users_of(
@@ -40,12 +41,12 @@ def choose_splits(
     graph: ModelGraph,
     taskgraph: TaskGraph,
     device: VirtualDevice,
-    weights: Sequence[int],
+    shares: Shares,
     stage_layers: Sequence[int],
     glue_params: set[str],
     bridged: bool,
 ) -> tuple[SplitLayer, ...]:
-    """The splits of one TaskGraph, cut in proportion to the ranks' weights.
+    """The splits of one TaskGraph, cut as `shares` says.
 
     An option is left out when a shard would get no unit, or when a parameter it cuts is read whole
     elsewhere in the same stage (one rank cannot hold both), or when the split spans several data
@@ -70,7 +71,7 @@ def choose_splits(
             "register a rule (wh.register_rule)",
             where=taskgraph.where,
         )
-    return tuple(_cut(o, device, weights) for o in options)
+    return tuple(_cut(o, device, shares) for o in options)
 
 
 def _has_rows(option: SplitOption) -> bool:
@@ -108,11 +109,8 @@ def _read_whole(
     return False
 
 
-def _cut(option: SplitOption, device: VirtualDevice, weights: Sequence[int]) -> SplitLayer:
-    rows = tuple(
-        cuts(apportion(option.units, [weights[r] for r in replica.ranks]))
-        for replica in device.replicas
-    )
+def _cut(option: SplitOption, device: VirtualDevice, shares: Shares) -> SplitLayer:
+    rows = tuple(cuts(shares.units(option, replica.ranks)) for replica in device.replicas)
     return SplitLayer(
         rule=option.rule,
         path=option.path,

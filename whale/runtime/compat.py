@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 
 def fake_mode() -> FakeTensorMode:
@@ -28,15 +27,25 @@ def real_tensors() -> Iterator[None]:
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Two matrix products per head; torch counts none for its CPU flash kernel."""
-    batch, heads, rows, width = query[-4], query[-3], query[-2], query[-1]
-    columns = key[-2]
-    return 2 * batch * heads * rows * columns * (width + value[-1])
+    batch, heads, rows, width = query.shape[-4:]
+    return int(2 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1]))
 
 
-def flop_counter() -> FlopCounterMode:
-    """Counts FLOPs of everything run under it, fake or real."""
-    extra: dict[Any, Any] = {}
-    cpu_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    if cpu_flash is not None:
-        extra[cpu_flash] = _attention_flops
-    return FlopCounterMode(display=False, custom_mapping=extra)
+def _rnn_flops(x: Any, from_input: Any, from_state: Any, *args: Any, **kwargs: Any) -> int:
+    """Every step multiplies the input and the state with the weights of all gates."""
+    return int(2 * x.shape[0] * x.shape[1] * (from_input.numel() + from_state.numel()))
+
+
+_MORE_FLOPS = {
+    "_scaled_dot_product_flash_attention_for_cpu": _attention_flops,
+    "mkldnn_rnn_layer": _rnn_flops,
+}
+
+
+def operation_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """FLOPs of one dispatched operation: those of matrix products and the like, else 0."""
+    packet = func.overloadpacket
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    more = _MORE_FLOPS.get(packet.__name__)
+    return float(more(*args, **kwargs)) if more is not None else 0.0

@@ -19,6 +19,7 @@ from whale.ir.schedule import Action
 from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
 from whale.runtime import transfers
+from whale.runtime.clock import StepClock
 from whale.runtime.context import StepContext
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.outputs import Part
@@ -143,6 +144,7 @@ class Executor:
         No collective in them waits for it.
         """
         self.on_action: Callable[[int, Action], None] | None = None
+        self.clock = StepClock(plan, rank, device)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
         self._local: dict[tuple[str, int, int, int, int], torch.Tensor] = {}
@@ -219,7 +221,9 @@ class Executor:
         if rows == 0 and stage in self.skips:
             self._forward_nothing(stage, micro_batch, received)
             return
+        begun = self.clock.begin_compute()
         outcome = self._forward(module, part, received, rows)
+        self.clock.end_compute(begun, "F", stage, rows)
         if outcome.loss is not None and outcome.count is not None:
             _, shard = self.plan.stages[stage].virtual_device.position(self.rank)
             if shard == 0:
@@ -294,7 +298,9 @@ class Executor:
                 roots.append(tensor)
                 seeds.append(grad)
         if roots:
+            begun = self.clock.begin_compute()
             torch.autograd.backward(roots, seeds)
+            self.clock.end_compute(begun, action.kind, stage, 1)
         for source, values in module.incoming.items():
             for value in values:
                 if not self.borders[value].grad:
@@ -309,8 +315,10 @@ class Executor:
         self._deferred[action.stage, action.micro_batch] = self.queue.take()
 
     def _do_W(self, action: Action) -> None:  # noqa: N802
+        begun = self.clock.begin_compute()
         for work in self._deferred.pop((action.stage, action.micro_batch)):
             work()
+        self.clock.end_compute(begun, "W", action.stage, 1)
 
     # ---- messages -------------------------------------------------------------------------------
 

@@ -127,8 +127,20 @@ class GradientBuckets:
         self.armed: set[str] = set()
         self.next = 0
         self.on_launch: Callable[[int], None] | None = None
-        for name in self.of_param:
+        self._hooks = [
             params[name].register_post_accumulate_grad_hook(self._hook(name))
+            for name in self.of_param
+        ]
+
+    def close(self) -> None:
+        """Gives the buckets' memory back at once, whoever still holds a gradient's parameter."""
+        for hook in self._hooks:
+            hook.remove()
+        for param in self.params.values():
+            param.grad = None
+        self.filled.clear()
+        self.of_param.clear()
+        self.loose.clear()
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:

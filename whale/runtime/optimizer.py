@@ -7,7 +7,8 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -36,3 +37,20 @@ def check_elementwise(
         + ", ...), or promise it with "
         "Config optimizer.elementwise=True",
     )
+
+
+def state_tensors(factory: Callable[[Any], torch.optim.Optimizer]) -> tuple[str, float]:
+    """The optimizer's class, and bytes of state per byte of parameter, found by one real step.
+
+    A factory that cannot take a lone parameter (parameter groups by name, say) counts as Adam.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        made = factory([("weight", parameter)])
+        made.step()
+    except Exception:  # noqa: BLE001 - a user's factory may want its own names
+        return "unknown", 2.0
+    state = made.state.get(parameter, {})
+    size = sum(v.numel() * v.element_size() for v in state.values() if torch.is_tensor(v))
+    return type(made).__name__, size / (parameter.numel() * parameter.element_size())

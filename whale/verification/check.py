@@ -238,10 +238,13 @@ def _fold(
             **config.to_dict(),
             "pipeline.num_micro_batch": plan.num_micro_batch,
             "pipeline.schedule": plan.schedule.kind,
+            # The small world keeps the shares of the large one, whatever its own balance would be.
+            "cluster.balance": "speed",
         }
     )
     captured = capture(model, batch, loss)
-    small = fold(plan, captured.graph, cluster, settings, refusal=captured.refusal)
+    described = cluster if config.cluster.balance == "speed" else None
+    small = fold(plan, captured.graph, described, settings, refusal=captured.refusal)
     tags = scaled_tags([tag_of(module) for module in model.modules()], small.counts)
     for module in model.modules():
         if tag_of(module):

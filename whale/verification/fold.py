@@ -155,7 +155,7 @@ def _axes(plan: Plan, devices: Sequence[Device], strict: bool) -> tuple[Hashable
 
 
 def _kind(device: Device) -> Hashable:
-    return (device.type, device.speed)
+    return device.speed
 
 
 def _choose(
@@ -217,7 +217,8 @@ def _devices_of(plan: Plan) -> tuple[Device, ...]:
                     share = (high - low) / widest.cuts_of(index)[-1]
                 speeds[rank] = replica.weight * share
     return tuple(
-        Device(rank=rank, node=0, type=plan.device_types[rank], memory_bytes=1, speed=round(s, 2))
+        # A rank without rows stays as good as without.
+        Device(rank=rank, node=0, type="CPU", memory_bytes=1 << 40, speed=max(round(s, 2), 0.01))
         for rank, s in enumerate(speeds)
     )
 

@@ -5,13 +5,18 @@ import json
 import pytest
 
 from whale.errors import ClusterError
-from whale.ir.cluster import DEVICE_MEMORY, Cluster, Device, DeviceSlice, Link, Node
+from whale.ir.cluster import Cluster, Device, DeviceSlice, FullLink, Link, Node
+from whale.ir.device_types import DEVICE_TYPES
 
 MIXED = "1x8xV100-32GB+1x8xP100-16GB"
 
 
 def ranks(slices):
     return [list(part) for part in slices]
+
+
+def figures(link):
+    return [link.intra_bytes_per_s, link.inter_bytes_per_s, link.latency_s]
 
 
 def test_parse_numbers_devices_through_the_nodes():
@@ -35,9 +40,11 @@ def test_parse_many_nodes_and_spelling():
     assert str(Cluster.parse("1x8x4090 + 2x1xMI300X")) == "1x8x4090+2x1xMI300X"
 
 
-@pytest.mark.parametrize("name", DEVICE_MEMORY)
+@pytest.mark.parametrize("name", DEVICE_TYPES)
 def test_every_type_is_readable(name):
-    assert Cluster.parse(f"1x2x{name}").devices[1].memory_bytes == DEVICE_MEMORY[name]
+    cluster = Cluster.parse(f"1x2x{name}")
+    assert cluster.devices[1].memory_bytes == DEVICE_TYPES[name].memory_bytes
+    assert cluster.type_of(1) == DEVICE_TYPES[name]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +92,7 @@ def test_toml_overrides_the_type(tmp_path):
             speed = 0.5
             host_memory_bytes = 256e9
             link = { intra_gb_s = 130, inter_gb_s = 6, latency_s = 20e-6 }
+            power_watts = 250
 
             [[node]]
             gpus = 1
@@ -95,7 +103,12 @@ def test_toml_overrides_the_type(tmp_path):
     )
     assert str(cluster) == "2x4xV100-32GB+1x1xCPU"
     assert cluster.devices[5] == Device(
-        rank=5, node=1, type="V100-32GB", memory_bytes=16_000_000_000, speed=0.5
+        rank=5,
+        node=1,
+        type="V100-32GB",
+        memory_bytes=16_000_000_000,
+        speed=0.5,
+        power_watts=250.0,
     )
     assert cluster.devices[8].pace_flops == 2e9
     link = Link(intra_bytes_per_s=130e9, inter_bytes_per_s=6e9, latency_s=20e-6)
@@ -118,6 +131,7 @@ def test_toml_overrides_the_type(tmp_path):
         ('[[node]]\ngpus = 1\ntype = "CPU"\nspeed = "fast"', "speed = 'fast'; allowed"),
         ('[[node]]\ngpus = 1\ntype = "T4"\npace_flops = 1e9', "pace_flops = 1e.09 on type T4"),
         ('[[node]]\ngpus = 1\ntype = "T4"\nlink = 3', "link = 3; allowed: a table"),
+        ('[[node]]\ngpus = 1\ntype = "T4"\npower_watts = -1', "power_watts = -1; allowed"),
         ('[[node]]\ngpus = 1\ntype = "T4"\nlink = {intra = 3}', "unknown key 'intra'"),
         ("[[nodes]]\ngpus = 1", "unknown key 'nodes'; allowed: node"),
         ("node = 3", "`node` is no list"),
@@ -136,6 +150,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_dict_round_trip_through_json(tmp_path):
     text = '[[node]]\ngpus = 2\ntype = "CPU"\npace_flops = 1e9\nlink = { inter_gb_s = 1 }'
+    text += "\npower_watts = 5"
     for cluster in (Cluster.parse(MIXED), Cluster.from_toml(write(tmp_path, text))):
         assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
 
@@ -150,6 +165,67 @@ def test_uniform_reads_driver_names():
         Cluster.uniform(1, type="NVIDIA Z1")
     with pytest.raises(ClusterError, match="0 devices"):
         Cluster.uniform(0, type="CPU")
+
+
+def test_figures_left_out_are_the_types():
+    cluster = Cluster.parse(MIXED)
+    assert cluster.link_of(0) == FullLink(
+        intra_bytes_per_s=150e9, inter_bytes_per_s=6.25e9, latency_s=20e-6, intra_latency_s=4.4e-6
+    )
+    assert cluster.link_of(1).intra_bytes_per_s == 80e9
+    assert cluster.host_memory_of(0) == 736_000_000_000
+    # What no table has keeps its name and takes the conventions.
+    unknown = Cluster.uniform(2, type="NVIDIA Z1", memory_bytes=5_000_000_000)
+    assert (unknown.type_of(1).name, unknown.type_of(1).memory_bytes) == ("NVIDIA Z1", 5e9)
+    assert None not in figures(unknown.link_of(0))
+
+
+def test_figures_given_come_before_the_types(tmp_path):
+    text = """
+        [[node]]
+        gpus = 8
+        type = "V100-32GB"
+        memory_bytes = 16e9
+        host_memory_bytes = 256e9
+        link = { intra_gb_s = 130, latency_s = 5e-6 }
+        power_watts = 40
+        """
+    cluster = Cluster.from_toml(write(tmp_path, text))
+    link = cluster.link_of(0)
+    assert isinstance(link, Link)
+    assert figures(link) == [130e9, 6.25e9, 5e-6]
+    assert cluster.host_memory_of(0) == 256_000_000_000
+    device = cluster.type_of(7)
+    assert (device.memory_bytes, device.tdp_watts, device.idle_watts) == (16e9, 40, 40)
+    assert cluster.describe() == [
+        "1 x 8 x V100-32GB: memory 16 GB (given), power 40 W (given), inside a node 130 GB/s "
+        "(given), between nodes 6.25 GB/s (default), latency 5 us (given), host memory 256 GB "
+        "(given)"
+    ]
+
+
+def test_describe_has_a_line_for_each_run_of_equal_nodes():
+    lines = Cluster.parse("60x8xV100-32GB+1x4xT4").describe()
+    assert lines == [
+        "60 x 8 x V100-32GB: memory 32 GB (default), power 300 W (default), inside a node 150 GB/s "
+        "(default), between nodes 6.25 GB/s (default), latency 20 us (default), host memory 736 GB "
+        "(default)",
+        "1 x 4 x T4: memory 16 GB (default), power 70 W (default), inside a node 16 GB/s (default)"
+        ", between nodes 3.125 GB/s (default), latency 20 us (default), host memory 384 GB "
+        "(default)",
+    ]
+
+
+def test_a_node_of_two_types_goes_by_the_slower():
+    cluster = Cluster(
+        devices=(
+            Device(rank=0, node=0, type="A100-80GB", memory_bytes=80_000_000_000),
+            Device(rank=1, node=0, type="T4", memory_bytes=16_000_000_000),
+        ),
+        nodes=(Node(index=0),),
+    )
+    assert figures(cluster.link_of(0)) == [16e9, 3.125e9, 20e-6]
+    assert cluster.host_memory_of(0) == 384_000_000_000
 
 
 @pytest.mark.parametrize(

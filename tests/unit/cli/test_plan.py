@@ -1,0 +1,382 @@
+"""`whale plan`: the JSON contract, exit statuses, what is refused, and a start without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import whale as wh
+from whale.cli import shipped
+from whale.cli.captured import captured
+from whale.cli.main import main
+from whale.cli.plan import OPTIMIZERS
+from whale.engine.layers import find_layers
+from whale.ir.plan import Plan
+from whale.models.registry import PRESETS, optimizer_factory
+from whale.runtime.optimizer import state_tensors
+
+ROOT = Path(__file__).resolve().parents[3]
+MIXED = "1x8xV100-32GB+1x8xP100-16GB"
+CHEAP = [name for name in PRESETS if name.endswith(("-tiny", "-nano"))]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """A command to (exit status, standard output, standard error)."""
+
+    def started(*words: str) -> tuple[int, str, str]:
+        status = main([*words])
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return started
+
+
+def started(*words: str, code: str = "sys.exit(main(sys.argv[1:]))") -> Any:
+    """The same in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys\nfrom whale.cli.main import main\n{code}", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+# ---- the contract --------------------------------------------------------------------------------
+
+
+def test_the_json_has_every_key_of_the_contract_and_nothing_else_is_printed(run: Run) -> None:
+    status, out, err = run("plan", "bert-base", "--cluster", MIXED, "--json", "-")
+    assert status == 0
+    assert err == ""
+    plan = json.loads(out)
+    assert plan["fits"] is True
+    assert plan["schema"] == 1
+    assert plan["model_hash"] == shipped.load("bert-base").graph.hash
+    assert plan["step_seconds"] >= plan["lower_bound_seconds"] > 0
+    assert plan["samples_per_second"] == pytest.approx(256 / plan["step_seconds"])
+    assert plan["joules_per_step"] > 0
+    assert plan["num_micro_batch"] >= 1
+    assert isinstance(plan["strategy"], str)
+    assert isinstance(plan["rejected"], list)
+    assert [d["rank"] for d in plan["devices"]] == list(range(16))
+    for device in plan["devices"]:
+        assert {"rank", "type", "share", "peak_bytes", "capacity_bytes", "stage"} <= set(device)
+        assert 0 < device["peak_bytes"] < device["capacity_bytes"]
+    assert sum(d["share"] for d in plan["devices"]) == pytest.approx(1.0)
+    assert {"V100-32GB", "P100-16GB"} == {d["type"] for d in plan["devices"]}
+    for taskgraph in plan["taskgraphs"]:
+        assert {"kind", "ranks", "split_share"} <= set(taskgraph)
+    assert json.loads(json.dumps(Plan.from_dict(plan).to_dict())) == plan
+
+
+def test_the_annotations_of_a_preset_are_kept(run: Run) -> None:
+    status, out, _ = run("plan", "resnet-50-100k", "--cluster", "1x8xV100-32GB", "--json", "-")
+    assert status == 0
+    kinds = [t["kind"] for t in json.loads(out)["taskgraphs"]]
+    assert kinds == ["replicate", "split"]
+
+
+def test_the_table_names_the_cluster_and_where_figures_come_from(run: Run) -> None:
+    status, out, err = run("plan", "gpt-tiny", "--cluster", "1x4xCPU")
+    assert (status, err) == (0, "")
+    assert "gpt-tiny, sequences of 64, fp32, AdamW" in out
+    assert "memory 8 GB (default)" in out
+    assert "figures are from data sheets" in out
+
+
+def test_files_are_written_and_a_dry_run_writes_none(run: Run) -> None:
+    files = ["--json", "p.json", "--html", "r.html", "--trace", "t.json"]
+    assert run("plan", "gpt-tiny", "--cluster", "1x4xCPU", *files, "--dry-run")[0] == 0
+    assert list(Path().iterdir()) == []
+    status, out, _ = run("plan", "gpt-tiny", "--cluster", "1x4xCPU", *files)
+    assert status == 0
+    assert "written: p.json, r.html, t.json" in out
+    assert json.loads(Path("p.json").read_text())["fits"] is True
+    assert Path("r.html").read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(Path("t.json").read_text())["traceEvents"]
+
+
+def test_flags_change_the_plan(run: Run) -> None:
+    def plan(*flags: str) -> Any:
+        status, out, err = run(
+            "plan", "gpt-tiny", "--cluster", "1x4xA100-40GB", *flags, "--json", "-"
+        )
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    assert plan("--batch", "64")["batch_rows"] == 64
+    staged = plan("--stages", "2", "--micro-batches", "4", "--set", "pipeline.schedule=gpipe")
+    assert len(staged["stages"]) == 2
+    assert staged["num_micro_batch"] == 4
+    assert staged["schedule"]["kind"] == "gpipe"
+    assert plan("--precision", "bf16")["homes"][0]["dtype"] == "bfloat16"
+    base = plan()
+    assert plan("--precision", "tf32")["model_hash"] == base["model_hash"]
+    assert plan("--seq", "32")["prices"]["step_flops"] < base["prices"]["step_flops"]
+
+    def state(made: Any) -> int:
+        return made["prices"]["devices"][0]["optimizer_bytes"]
+
+    assert (
+        state(plan("--optimizer", "sgd")) * 2 == state(base) == state(plan("--optimizer", "adam"))
+    )
+    assert state(plan("--optimizer", "adafactor")) == 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor"])
+def test_optimizers_keep_what_they_are_said_to_keep(name: str) -> None:
+    known, found = OPTIMIZERS[name], state_tensors(optimizer_factory(name))
+    assert known.optimizer == found[0]
+    # Of a small weight, Adafactor's sums are still some percents.
+    assert known.state_tensors == pytest.approx(found[1], abs=0.05)
+
+
+def test_a_profile_takes_the_place_of_data_sheets(run: Run) -> None:
+    assert run("calibrate", "gpt-nano", "-n", "1", "--rows", "1", "--json", "f.json")[0] == 0
+    words = ["gpt-nano", "--cluster", "1x1xCPU", "--profile", "f.json"]
+    status, out, _ = run("plan", *words)
+    assert status == 0
+    assert "data sheets" not in out
+    status, out, _ = run("plan", *words, "--json", "-")
+    assert json.loads(out)["prices"]["sources"][-1].startswith("profile: ")
+    status, _, err = run("plan", "gpt-nano", "--cluster", "1x2xCPU", "--profile", "f.json")
+    assert status == 2
+    assert "the profile has 1 devices, the cluster 2" in err
+
+
+def test_clusters_side_by_side(run: Run) -> None:
+    specs = ["1x2xCPU", "1x4xV100-32GB+1x4xP100-16GB"]
+    status, out, _ = run("plan", "gpt-tiny", "--compare", *specs)
+    assert status == 0
+    for spec in specs:
+        (line,) = [x for x in out.splitlines() if x.startswith(spec)]
+        assert "yes" in line
+    status, out, _ = run("plan", "gpt-tiny", "--compare", *specs, "--json", "-")
+    rows = json.loads(out)["clusters"]
+    assert [row["cluster"] for row in rows] == specs
+    assert all(row["fits"] and row["step_seconds"] > 0 for row in rows)
+    assert run("plan", "t5-large", "--compare", "1x1xT4", "--batch", "512")[0] == 1
+
+
+# ---- does not fit --------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_printed_with_what_is_missing(run: Run) -> None:
+    status, out, err = run(
+        "plan", "t5-large", "--cluster", "1x1xT4", "--batch", "512", "--json", "-"
+    )
+    assert status == 1
+    assert json.loads(out)["fits"] is False
+    first, hint = err.splitlines()
+    assert first.startswith("whale plan: does not fit: rank 0 (T4) needs ")
+    assert first.endswith("GB too little")
+    assert hint.startswith("  hint: ")
+    assert "activations" in hint
+    status, out, err = run("plan", "t5-large", "--cluster", "1x1xT4", "--batch", "1")
+    assert status == 0 or "OVER by" in out
+
+
+def test_state_that_does_not_fit_has_another_cure(run: Run) -> None:
+    Path("small.toml").write_text('[[node]]\ngpus = 1\ntype = "T4"\nmemory_bytes = 4e9\n')
+    status, out, err = run("plan", "bert-large", "--cluster", "small.toml", "--batch", "1")
+    assert status == 1
+    assert "does not fit" in out
+    assert "optimizer state" in err
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["gpt-tiny"], "--cluster is missing", "--cluster 1x8xV100-32GB"),
+        (["gpt-tny", "--cluster", "1x1xCPU"], "MODEL 'gpt-tny'", "did you mean 'gpt-tiny'?"),
+        (["gpt-tiny", "--clster", "1x1xCPU"], "arguments: --clster", "did you mean --cluster?"),
+        (["gpt-tiny", "--cluster", "1x1xCPUs"], "unknown device type 'CPUs'", "CPU"),
+        (["gpt-tiny", "--cluster", "8xCPU"], "cannot read '8xCPU'", "NODESxGPUSxTYPE"),
+        (["gpt-tiny", "--cluster", "no.toml"], "cluster file 'no.toml'", ""),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--batch", "0"], "--batch 0", "raise"),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--batch", "x"], "--batch: invalid int", "--help"),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--seq", "4096"], "sequence length 4096", ""),
+        (["resnet-tiny", "--cluster", "1x1xCPU", "--seq", "4"], "no sequences", "leave --seq"),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--optimizer", "lion"], "'lion'", "--help"),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--objective", "energy"], "not available", "time"),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--set", "x"], "--set x; allowed: KEY=VALUE", ""),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--set", "zero.lvl=2"], "zero.lvl", "zero.level"),
+        (
+            ["gpt-tiny", "--cluster", "1x1xCPU", "--stages", "2", "--set", "pipeline.num_stages=3"],
+            "pipeline.num_stages is given twice, as 3 and as 2",
+            "keep one",
+        ),
+        (
+            ["bert-base", "--cluster", MIXED, "--precision", "bf16"],
+            "V100-32GB and P100-16GB cannot compute in it",
+            "--precision fp16",
+        ),
+        (
+            ["bert-base", "--cluster", "1x1xT4", "--precision", "tf32"],
+            "allowed on 1x1xT4: fp32, fp16",
+            "--precision fp16",
+        ),
+        (
+            ["resnet-50-100k", "--cluster", "1x2xT4", "--stages", "2"],
+            "annotations say what its stages are",
+            "leave --stages",
+        ),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--json", "no/f"], "--json no/f: there is no", "-"),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--html", "."], "--html .: is a folder", ""),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--trace", "-"], "only --json can go to", ""),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--profile", "f"], "profile 'f'", "calibrate"),
+        (["gpt-tiny", "--compare", "1x1xCPU", "--html", "f"], "--html with --compare", ""),
+        (["gpt-tiny", "--compare", "1x1xCPU", "--cluster", "1x1xCPU"], "--cluster with", ""),
+        (["no.py:build", "--cluster", "1x1xCPU"], "file 'no.py' is not there", ""),
+    ],
+)
+def test_bad_input_is_one_clear_message(
+    words: list[str], message: str, hint: str, run: Run
+) -> None:
+    status, out, err = run("plan", *words)
+    assert status == 2
+    assert out == ""
+    first, *rest = err.splitlines()
+    assert first.startswith("whale: error: ")
+    assert message in first
+    assert len(rest) <= 1
+    assert hint in "".join(rest)
+    assert not list(Path().iterdir())
+
+
+def test_a_model_of_ones_own(run: Run) -> None:
+    Path("net.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "import whale as wh\n"
+        "def build():\n"
+        "    print('hello')\n"
+        "    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64))\n"
+        "    batch = torch.randn(4, 8), torch.randint(0, 64, (4,))\n"
+        "    return model, batch, nn.functional.cross_entropy\n"
+        "def annotated():\n"
+        "    model, *rest = build()\n"
+        "    return wh.annotate(model, {'0|1': wh.replicate(), '2': wh.split()}), *rest\n"
+    )
+    status, out, err = run("plan", "net.py:build", "--cluster", "1x2xCPU", "--json", "-")
+    assert status == 0
+    assert "hello" in err
+    assert json.loads(out)["batch_rows"] == 4
+    words = ["net.py:annotated", "--cluster", "1x2xCPU", "--batch", "12", "--json", "-"]
+    status, out, _ = run("plan", *words)
+    assert status == 0
+    plan = json.loads(out)
+    assert plan["batch_rows"] == 12
+    assert [t["kind"] for t in plan["taskgraphs"]] == ["replicate", "split"]
+    assert plan["taskgraphs"][1]["split_share"] == 1.0
+    assert run("plan", "net.py:build", "--cluster", "1x2xCPU", "--seq", "4")[0] == 2
+
+
+# ---- what the plan is for ------------------------------------------------------------------------
+
+
+def test_a_plan_for_cpus_runs_and_is_equal_to_one_device(run: Run) -> None:
+    words = ["gpt-tiny", "--cluster", "1x4xCPU", "--stages", "2", "--micro-batches", "2"]
+    assert run("plan", *words, "--json", "p.json")[0] == 0
+    status, out, err = run(
+        "verify", "gpt-tiny", "--cluster", "1x4xCPU", "--plan", "p.json", "--steps", "1"
+    )
+    assert status == 0, err
+    assert "on 4 ranks" in out
+    assert "reduced" not in out
+
+
+def test_parallelize_takes_a_plan_of_the_command(run: Run) -> None:
+    assert run("plan", "gpt-nano", "--cluster", "1x1xCPU", "--json", "p.json")[0] == 0
+    preset = PRESETS["gpt-nano"]
+    batch = preset.batch(8, None)
+    step = wh.parallelize(
+        preset.build(),
+        optimizer=optimizer_factory("adamw"),
+        batch=batch,
+        loss=preset.loss,
+        plan=Plan.from_dict(json.loads(Path("p.json").read_text())),
+    )
+    assert step(batch)["loss"] > 0
+    step.close()
+
+
+# ---- shipped graphs ------------------------------------------------------------------------------
+
+REGENERATE = "write them again: PYTHONPATH=. python scripts/preset_graphs.py"
+
+
+def test_every_preset_is_shipped() -> None:
+    abouts = {name: preset.about for name, preset in PRESETS.items()}
+    assert shipped.shipped() == dict(sorted(abouts.items())), REGENERATE
+    assert shipped.load("no-such-preset") is None
+
+
+@pytest.mark.parametrize("name", [*CHEAP, "gnmt", "resnet-50-100k"])
+def test_shipped_graphs_are_what_a_capture_gives(name: str) -> None:
+    assert shipped.load(name) == captured(name), REGENERATE
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in CHEAP])
+def test_shipped_graphs_are_of_the_presets_models(name: str) -> None:
+    """The figures are compared on the small siblings, built of the same modules."""
+    preset, found = PRESETS[name], shipped.load(name)
+    assert found is not None
+    with torch.device("meta"):
+        model = preset.build()
+    ours = {p.name: p.shape for p in found.graph.parameters}
+    assert ours == {n: tuple(p.shape) for n, p in model.named_parameters()}, REGENERATE
+    kinds = {path: type(layer).__name__ for path, layer in find_layers(model).items()}
+    assert {x.path: x.kind for x in found.graph.layers} == kinds, REGENERATE
+    assert (found.rows, found.seq) == (preset.rows, preset.seq), REGENERATE
+    assert (found.precision, found.optimizer) == (preset.precision, preset.optimizer), REGENERATE
+    assert found.num_micro_batch == preset.num_micro_batch, REGENERATE
+    assert found.annotated == (preset.annotate is not None), REGENERATE
+
+
+def test_a_shipped_graph_needs_no_torch() -> None:
+    code = "status = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(status)"
+    done = started("plan", "bert-large", "--cluster", MIXED, "--json", "-", code=code)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_ranks"] == 16
+    assert started("plan", "bert-large", code=code).returncode == 2
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    words = [sys.executable, "-m", "whale.cli.main", "plan", "gpt-tiny", "--cluster", "1x2xCPU"]
+    process = subprocess.Popen(
+        words,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141

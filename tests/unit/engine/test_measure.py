@@ -1,0 +1,225 @@
+"""`engine.measure` on the CPU: all is measured and makes sense; never how long it took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from whale.engine import measure
+from whale.engine.capture import capture
+from whale.engine.measure import (
+    available_memory,
+    calibrate,
+    measure_apply,
+    measure_launch,
+    measure_layers,
+    measure_links,
+    measure_rates,
+)
+from whale.engine.stopwatch import fit_line
+from whale.ir.profile import DeviceProfile, Profile
+from whale.models.registry import preset
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in a rank; threads on a busy machine wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def squared(out: Tensor, target: Tensor) -> Tensor:
+    return ((out - target) ** 2).mean()
+
+
+def measured(model: nn.Module, batch: Any, rows: tuple[int, ...] = (1, 2), **more: Any) -> Any:
+    captured = capture(model, batch, squared)
+    return captured, measure_layers(model, captured, CPU, rows, repeats=1, **more)
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_every_kind_of_layer_has_rising_curves(on_meta: bool) -> None:
+    subject = preset("gpt-tiny")
+    with torch.device("meta" if on_meta else "cpu"):
+        model, batch = subject.build(), subject.batch(4, 16)
+    captured = capture(model, batch, subject.loss)
+    found = measure_layers(model, captured, CPU, (4, 1, 2, 1), repeats=2)
+    assert set(found) == {layer.signature for layer in captured.graph.layers}
+    for time in found.values():
+        for curve in (time.forward, time.backward):
+            assert [x for x, _ in curve.points] == [1, 2, 4]
+            seconds = [y for _, y in curve.points]
+            assert min(seconds) > 0
+            assert seconds == sorted(seconds)
+    assert all(p.is_meta == on_meta and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet-tiny", "gnmt-tiny", "t5-tiny"])
+def test_other_families(name: str) -> None:
+    """Convolutions and batch norm, recurrent layers that give tuples, masks and biases."""
+    subject = preset(name)
+    with torch.device("meta"):
+        model, batch = subject.build(), subject.batch(2, None)
+    captured = capture(model, batch, subject.loss)
+    found = measure_layers(model, captured, CPU, (2,), repeats=1)
+    assert set(found) == {layer.signature for layer in captured.graph.layers}
+
+
+class Pairs(nn.Module):
+    """Gives a mapping with a tuple in it, and changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU(inplace=True)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.norm(self.relu(x))
+        return {"both": (y, y.detach()), "name": "pair"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.pairs = Pairs()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.last(self.pairs(self.first(x))["both"][0]))
+
+
+def test_layers_with_structured_outputs_in_place_work_and_two_calls() -> None:
+    model, x = Net(), torch.randn(6, 4)
+    captured, found = measured(model, (x, x), (1, 2, 3))
+    rows = {
+        layer.kind: [int(r) for r, _ in found[layer.signature].forward.points]
+        for layer in captured.graph.layers
+    }
+    # Batch norm refuses to train on one row.
+    assert rows == {"Linear": [1, 2, 3], "Pairs": [2, 3]}
+    assert measure._num_calls(captured, "last") == 2
+    assert model.pairs.norm.num_batches_tracked == 0
+    assert model.pairs.relu.inplace
+
+
+class Refuses(nn.Module):
+    """Runs in its model, and not alone: it wants to know where its input comes from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad and x.is_leaf:
+            raise RuntimeError("a leaf")
+        return x * 2
+
+
+def test_a_layer_that_cannot_run_alone_is_left_out() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Refuses()), torch.randn(6, 4)
+    with pytest.warns(UserWarning, match="1 cannot be timed alone: RuntimeError: a leaf"):
+        captured, found = measured(model, (x, x))
+    kinds = {layer.kind for layer in captured.graph.layers if layer.signature in found}
+    assert kinds == {"Linear"}
+
+
+class Hungry(nn.Module):
+    """Does not fit with more than 2 rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 3:
+            raise torch.OutOfMemoryError("too many rows")
+        return x * 2
+
+
+def test_rows_that_do_not_fit_end_the_curve_and_ranks_stay_in_step() -> None:
+    """With the others waiting: as many calls of `synchronize` whatever fits."""
+    model, x = nn.Sequential(nn.Linear(4, 4), Hungry()), torch.randn(6, 4)
+    waits: list[bool] = []
+
+    def synchronize(work: Any) -> None:
+        waits.append(work is not None)
+        if work is not None:
+            work()
+
+    captured, found = measured(model, (x, x), (1, 2, 4, 8), synchronize=synchronize)
+    rows = {
+        layer.kind: [int(r) for r, _ in found[layer.signature].forward.points]
+        for layer in captured.graph.layers
+    }
+    assert rows == {"Linear": [1, 2, 4, 8], "Hungry": [1, 2]}
+    assert waits == [True] * 6 + [False] * 2
+
+
+def test_no_budget_leaves_the_smallest_size() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(6, 4)
+    _, found = measured(model, (x, x), (1, 2, 4), budget_s=0.0)
+    assert [len(time.forward.points) for time in found.values()] == [1]
+
+
+def test_rates_are_positive() -> None:
+    before = torch.get_float32_matmul_precision()
+    rates = measure_rates(CPU, ("float32", "float64"))
+    assert set(rates) == {"memory", "matmul", "conv", "attention", "rnn"}
+    for kind, by_dtype in rates.items():
+        assert set(by_dtype) == {"float32", "float64"}, kind
+        for rate in by_dtype.values():
+            assert rate.flops_per_s > 0
+            assert rate.bytes_per_s > 0
+            assert rate.overhead_s >= 0
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_device_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure_launch(CPU) > 0
+    assert measure_apply(CPU) > 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    whole, _ = available_memory(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert 0 < available_memory(CPU)[0] < whole
+    assert measure_links(1, CPU) == {}
+
+
+@pytest.mark.parametrize(
+    ("points", "fixed", "slope"),
+    [
+        ([(1.0, 3.0), (2.0, 4.0), (10.0, 12.0)], 2.0, 1.0),
+        ([(5.0, 10.0)], 0.0, 2.0),
+        ([(1.0, 1.0), (10.0, 20.0)], 0.0, None),
+        ([(1.0, 3.0), (10.0, 2.0)], 2.0, 0.2),
+    ],
+)
+def test_lines(points: list[tuple[float, float]], fixed: float, slope: float | None) -> None:
+    got = fit_line(points)
+    assert got[0] == pytest.approx(fixed)
+    assert got[1] > 0
+    if slope is not None:
+        assert got[1] == pytest.approx(slope)
+
+
+def test_ranks_that_share_a_card_share_its_memory() -> None:
+    def device(memory: int) -> DeviceProfile:
+        return DeviceProfile(type="H200", memory_bytes=memory)
+
+    found = [(device(90), ("a", 100)), (device(90), ("a", 100)), (device(60), ("b", 100))]
+    assert [d.memory_bytes for d in measure._shared(found)] == [45, 45, 60]
+    limited = [(device(60), ("a", 100)), (device(30), ("a", 100))]
+    assert [d.memory_bytes for d in measure._shared(limited)] == [60, 30]
+
+
+def test_a_profile_goes_to_json_and_back() -> None:
+    subject = preset("gpt-nano")
+    with torch.device("meta"):
+        model, batch = subject.build(), subject.batch(4, None)
+    profile = calibrate(model, batch, subject.loss, (1, 2), repeats=1)
+    assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+    assert len(profile.devices) == 1
+    assert profile.device(0).type == "CPU"
+    assert profile.device(0).layers
+    assert not profile.links

@@ -1,0 +1,257 @@
+"""CostModel: seconds of a Layer's forward and backward on a device, and of the update after them.
+
+Place in the flow: made once per planning from a ModelGraph, a Cluster and (if there is one) a
+Profile; the planner balances with it, the simulator times the Schedule with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.cost.comm import Fabric
+from whale.cost.rates import LAUNCH_S, default_rate
+from whale.errors import PlanError
+from whale.ir.cluster import Cluster, Device
+from whale.ir.device_types import device_type
+from whale.ir.homes import ITEM_BYTES
+from whale.ir.model_graph import Layer, ModelGraph, Parameter, Work
+from whale.ir.profile import LayerTime, Profile, Rate
+
+# Backward over forward: both operands of a product get a gradient; flash attention computes its
+# scores again (5 products for 2); elementwise backward reads what forward wrote and the gradient.
+_BACKWARD = {"matmul": 2.0, "conv": 2.0, "attention": 2.5, "rnn": 2.0, "memory": 2.0}
+# Of a split block, norms, dropout and residuals stay whole: 10 of 34 units of activations
+# (Korthikanti et al. 2022, section 4.1); its data movement is taken to follow.
+_WHOLE_PART = 10.0 / 34.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What the cost of a step depends on beside model and cluster."""
+
+    optimizer: str = "AdamW"
+    state_tensors: float = 2.0
+    """Bytes of optimizer state per byte of parameter."""
+    scratch_tensors: float = 1.0
+    """Bytes the update makes and frees per byte of parameter."""
+    tf32: bool = False
+    """Whether float32 products run on tensor cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Devices that are alike share their prices."""
+
+    type: str
+    speed: float
+    pace_flops: float | None
+    profile: int | None
+    """A rank whose profile stands for all of them."""
+
+
+class CostModel:
+    """Prices Layers on the devices of a cluster."""
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        cluster: Cluster,
+        training: Training | None = None,
+        profile: Profile | None = None,
+    ) -> None:
+        if profile is not None and len(profile.devices) != cluster.num_devices:
+            raise PlanError(
+                f"the profile has {len(profile.devices)} devices, the cluster "
+                f"{cluster.num_devices}",
+                hint="calibrate on the devices you plan for, one rank each",
+            )
+        self.graph, self.cluster = graph, cluster
+        self.training = training or Training()
+        self.profile = profile
+        parameters = {p.name: p for p in graph.parameters}
+        self.trainable = {p.name: p.trainable for p in graph.parameters}
+        self.parameter_bytes = [
+            sum(parameters[n].numel * ITEM_BYTES.get(parameters[n].dtype, 4) for n in layer.params)
+            for layer in graph.layers
+        ]
+        self.gradient_bytes = [
+            max(
+                (
+                    parameters[n].numel * ITEM_BYTES.get(parameters[n].dtype, 4)
+                    for n in layer.params
+                    if parameters[n].trainable
+                ),
+                default=0,
+            )
+            for layer in graph.layers
+        ]
+        """Of every Layer's largest gradient, which is made beside the one it is added to."""
+        self._dtypes = [_dtype(parameters, layer) for layer in graph.layers]
+        self._cache: dict[tuple[int, _Kind, float, float], tuple[float, float]] = {}
+        self._kinds = [self._kind(device) for device in cluster.devices]
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        """What the collectives cost."""
+        return Fabric.of(self.cluster, self.profile.links if self.profile else None)
+
+    def _kind(self, device: Device) -> _Kind:
+        measured = None
+        if self.profile is not None:
+            mine = self.profile.device(device.rank)
+            # Measurements of equal devices differ by noise; the first stands for those like it.
+            measured = next(
+                r for r in range(device.rank + 1) if self.profile.device(r).is_like(mine)
+            )
+        return _Kind(device.type, device.speed, device.pace_flops, measured)
+
+    def alike(self, rank: int) -> object:
+        """Equal for ranks whose prices and memory are equal."""
+        return self._kinds[rank], self.capacity(rank)
+
+    def capacity(self, rank: int) -> int:
+        """Bytes a rank may use."""
+        if self.profile is not None:
+            return self.profile.device(rank).memory_bytes
+        return self.cluster.devices[rank].memory_bytes
+
+    def forward_s(self, layer: int, rank: int, rows: float, part: float = 1.0) -> float:
+        """Seconds of one forward; `part` is the share of a split Layer's width."""
+        return self._seconds(layer, rank, rows, part)[0]
+
+    def backward_s(self, layer: int, rank: int, rows: float, part: float = 1.0) -> float:
+        """Seconds of one backward."""
+        return self._seconds(layer, rank, rows, part)[1]
+
+    def step_s(self, layer: int, rank: int, rows: float, part: float = 1.0) -> float:
+        """Seconds of both."""
+        return sum(self._seconds(layer, rank, rows, part))
+
+    def _seconds(self, index: int, rank: int, rows: float, part: float) -> tuple[float, float]:
+        if rows <= 0:
+            return 0.0, 0.0
+        kind = self._kinds[rank]
+        key = (index, kind, rows, part)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = self._priced(index, kind, rows, part)
+        return found
+
+    def _priced(self, index: int, kind: _Kind, rows: float, part: float) -> tuple[float, float]:
+        layer = self.graph.layers[index]
+        if kind.pace_flops is not None:
+            flops = layer.flops + layer.flops_per_row * rows
+            scale = _scaled("matmul", part) if layer.splits else 1.0
+            forward = flops * scale / kind.pace_flops
+            return forward, 2.0 * forward
+        seconds = []
+        times = self._measured(layer, kind)
+        for backward in (False, True):
+            own = self._estimate(layer, layer.work, index, kind, rows, part, backward)
+            if times is not None:
+                # Measured whole; a part of it takes what the estimate says a part takes.
+                whole = self._estimate(layer, layer.work, index, kind, rows, 1.0, backward)
+                curve = times.backward if backward else times.forward
+                own = curve.at(rows) * (own / whole if whole else 1.0)
+            glue = self._estimate(layer, layer.glue, index, kind, rows, part, backward)
+            seconds.append((own + glue) / kind.speed)
+        return seconds[0], seconds[1]
+
+    def _measured(self, layer: Layer, kind: _Kind) -> LayerTime | None:
+        if kind.profile is None or self.profile is None:
+            return None
+        return self.profile.device(kind.profile).layers.get(layer.signature)
+
+    def _estimate(
+        self,
+        layer: Layer,
+        works: Sequence[Work],
+        index: int,
+        kind: _Kind,
+        rows: float,
+        part: float,
+        backward: bool,
+    ) -> float:
+        seconds, calls = 0.0, 0.0
+        for work in works:
+            times = _BACKWARD[work.kind] if backward else 1.0
+            scale = _scaled(work.kind, part) if layer.splits else 1.0
+            flops = work.flops.at(rows) * times * scale
+            moved = work.moved.at(rows) * times * scale
+            rate = self._rate(kind, work, self._dtypes[index])
+            seconds += rate.seconds(work.calls * times, flops, moved)
+            calls += work.calls * times
+        return max(seconds, calls * self._launch(kind))
+
+    def _rate(self, kind: _Kind, work: Work, dtype: str) -> Rate:
+        name = "tf32" if dtype == "float32" and self.training.tf32 else dtype
+        if kind.profile is not None and self.profile is not None:
+            rates = self.profile.device(kind.profile).rates.get(work.kind, {})
+            if name in rates:
+                return rates[name]
+        return default_rate(kind.type, work.kind, name)
+
+    def _launch(self, kind: _Kind) -> float:
+        if kind.profile is not None and self.profile is not None:
+            return self.profile.device(kind.profile).launch_s
+        return 0.0 if kind.type == "CPU" else LAUNCH_S
+
+    def apply_s(self, rank: int, parameter_bytes: float) -> float:
+        """Seconds of the update of so many bytes of parameters on a rank."""
+        kind = self._kinds[rank]
+        # Weights, gradients and state are read, weights and state written.
+        moved = parameter_bytes * (3.0 + 2.0 * self.training.state_tensors)
+        speed: float | None = None
+        if kind.profile is not None and self.profile is not None:
+            speed = self.profile.device(kind.profile).apply_bytes_per_s
+        if speed is None:
+            # Foreach kernels make passes of their own: about half of the memory's speed.
+            speed = 0.5 * device_type(kind.type).memory_bytes_per_s
+        return moved / speed / (1.0 if kind.pace_flops is not None else kind.speed)
+
+    def reserved(self, rank: int) -> int:
+        """Bytes of a device that no tensor can have."""
+        if self.profile is not None:
+            return self.profile.device(rank).reserved_bytes
+        return 0 if self.cluster.devices[rank].type == "CPU" else CONTEXT_BYTES
+
+    def peak_flops(self, rank: int) -> float:
+        """What a device's data sheet promises for the dtype most Layers compute in."""
+        dtype = max(set(self._dtypes), key=self._dtypes.count) if self._dtypes else "float32"
+        name = "tf32" if dtype == "float32" and self.training.tf32 else dtype
+        known = device_type(self.cluster.devices[rank].type).flops_per_s
+        return known.get(name, known["float32"]) * self.cluster.devices[rank].speed
+
+
+CONTEXT_BYTES = 700_000_000
+"""A CUDA context with cuBLAS and NCCL buffers, as seen on V100 to H200 (0.5 to 0.9 GB)."""
+
+
+def kept_bytes(layer: Layer, rows: float, part: float = 1.0) -> float:
+    """Bytes a Layer's forward leaves for the backward, where a rank has a part of its width."""
+    return layer.kept.at(rows) * (_kept_part(layer, part) if layer.splits else 1.0)
+
+
+def _kept_part(layer: Layer, part: float) -> float:
+    rules = {option.rule for option in layer.splits}
+    if rules == {"column"}:
+        return part
+    if rules == {"embedding"}:
+        return 1.0
+    return _WHOLE_PART + (1.0 - _WHOLE_PART) * part
+
+
+def _scaled(kind: str, part: float) -> float:
+    return part if kind != "memory" else _WHOLE_PART + (1.0 - _WHOLE_PART) * part
+
+
+def _dtype(parameters: Mapping[str, Parameter], layer: Layer) -> str:
+    """The dtype a Layer computes in: that of most of its parameters."""
+    sizes: dict[str, int] = {}
+    for name in layer.params:
+        parameter = parameters[name]
+        if parameter.dtype in ITEM_BYTES:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel
+    return max(sizes, key=lambda d: sizes[d]) if sizes else "float32"

@@ -1,0 +1,55 @@
+"""Memory beside weights, gradients, optimizer state and activations: what comes and goes.
+
+Place in the flow: `cost.price` adds it per device; checked against measured peaks in
+benchmarks/results/heterogeneous-gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from whale.ir.model_graph import ModelGraph
+from whale.ir.plan import Plan
+
+ALLOCATOR_SLACK = 0.05
+"""What PyTorch's caching allocator loses to gaps and rounding: 2 to 8 % in training runs."""
+
+
+class Part(Protocol):
+    """What a rank has of a Layer."""
+
+    @property
+    def rows(self) -> float:
+        """Rows of a micro-batch."""
+        ...
+
+    @property
+    def width(self) -> float:
+        """Share of a split Layer's width."""
+        ...
+
+
+def workspace_bytes(
+    plan: Plan,
+    graph: ModelGraph,
+    index: Mapping[str, int],
+    rank: int,
+    part: Callable[[int, int], Part],
+    gradient_bytes: Sequence[int],
+) -> float:
+    """The most a Layer's backward holds at once beside what the forward kept.
+
+    The gradient that arrives and the one that leaves are as large as the largest tensor made; a
+    weight's gradient is made beside the one it is added to.
+    """
+    most = 0.0
+    for stage in plan.stages_of(rank):
+        for layer in plan.stages[stage].layers:
+            found = graph.layers[index[layer.path]]
+            mine = part(layer.taskgraph, rank)
+            split = found.splits and {o.rule for o in found.splits} == {"column"}
+            scale = mine.width if split else 1.0
+            made = gradient_bytes[index[layer.path]] * (mine.width if found.splits else 1.0)
+            most = max(most, 2.0 * found.largest.at(mine.rows) * scale + made)
+    return most

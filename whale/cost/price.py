@@ -1,0 +1,442 @@
+"""price: a Plan and the cost model -> Prices: the seconds and bytes of everything its ranks do.
+
+Place in the flow: after the plan's structure is chosen and before it is simulated. It walks the
+same nested Schedule that runs (`ir.expand`), so a collective that runs has a price.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from whale.cost.bound import lower_bound_s
+from whale.cost.comm import Group
+from whale.cost.compute import CostModel, kept_bytes
+from whale.cost.crossing import crossing_bytes
+from whale.cost.memory import ALLOCATOR_SLACK, workspace_bytes
+from whale.cost.roles import groups_inside, roles, stages_by_rank
+from whale.ir.expand import layer_actions
+from whale.ir.homes import ITEM_BYTES, Bucket, all_syncs, rank_buckets
+from whale.ir.model_graph import Layer, ModelGraph
+from whale.ir.plan import Plan, StageLayer, StagePlan, TaskGraphPlan
+from whale.ir.prices import DevicePrice, MessagePrice, Prices, ReducePrice, StagePrice
+
+_NORM_BYTES = 8192
+"""A batch norm's sums: two numbers per channel; what counts is the latency."""
+_ROW_BYTES = 16.0
+"""A vocabulary parallel loss: the largest logit, the sum of exponentials, the label's logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a rank has of a Layer: rows of a micro-batch, and a share of its width."""
+
+    rows: float
+    width: float
+
+
+_NOTHING = _Part(0.0, 0.0)
+
+
+def price(
+    plan: Plan, graph: ModelGraph, costs: CostModel, binds: Mapping[int, str] | None = None
+) -> Prices:
+    """The prices of `plan`, which is for `graph` on the cost model's cluster."""
+    return _Pricer(plan, graph, costs).prices(binds or {})
+
+
+class _Pricer:
+    def __init__(self, plan: Plan, graph: ModelGraph, costs: CostModel) -> None:
+        self.plan, self.graph, self.costs = plan, graph, costs
+        self.index = {layer.path: i for i, layer in enumerate(graph.layers)}
+        # The largest micro-batch: sizes differ by at most one row.
+        self.rows = -(-plan.batch_rows // plan.num_micro_batch)
+        self._parts: dict[int, dict[int, _Part]] = {}
+        self._shapes: dict[tuple[int, ...], Group] = {}
+        self._stages = stages_by_rank(plan)
+        self._roles = roles(plan)
+        self._bytes_held: dict[object, tuple[int, int]] = {}
+        self._spaces: dict[object, float] = {}
+
+    def prices(self, binds: Mapping[int, str]) -> Prices:
+        stages = [p for stage in self.plan.stages for p in self._stage(stage)]
+        devices = tuple(self._device(r, binds.get(r, "")) for r in range(self.plan.num_ranks))
+        return Prices(
+            stages=tuple(stages),
+            messages=tuple(self._messages()),
+            reduces=tuple(self._reduces()),
+            devices=devices,
+            step_flops=self._step_flops(),
+            lower_bound_s=lower_bound_s(self.costs, self.plan.batch_rows),
+            cluster=str(self.costs.cluster),
+            sources=(
+                f"profile: {self.costs.profile.about or 'measured'}"
+                if self.costs.profile is not None
+                else "data sheets (no profile)",
+            ),
+        )
+
+    # ---- compute --------------------------------------------------------------------------------
+
+    def part(self, taskgraph: int, rank: int) -> _Part:
+        """What a rank has of a TaskGraph's Layers."""
+        if taskgraph not in self._parts:
+            self._parts[taskgraph] = self._parts_of(self.plan.taskgraphs[taskgraph])
+        return self._parts[taskgraph].get(rank, _NOTHING)
+
+    def _parts_of(self, t: TaskGraphPlan) -> dict[int, _Part]:
+        found: dict[int, _Part] = {}
+        spans = _spans(t.virtual_device.row_cuts(self.rows))
+        for index, (replica, (first, end)) in enumerate(
+            zip(t.virtual_device.replicas, spans, strict=True)
+        ):
+            for shard, rank in enumerate(replica.ranks):
+                width = 1.0
+                if t.splits:
+                    low, high = t.splits[0].units(index, shard)
+                    width = (high - low) / t.splits[0].cuts_of(index)[-1]
+                found[rank] = _Part(float(end - first), width)
+        return found
+
+    def _stage(self, stage: StagePlan) -> Iterable[StagePrice]:
+        # Of hundreds of replicas most are alike: each kind is priced once.
+        found: dict[object, StagePrice] = {}
+        members: dict[object, tuple[int, ...]] = {}
+        lanes = []
+        groups = groups_inside(self.plan, stage)
+        for index, replica in enumerate(stage.virtual_device.replicas):
+            role = self._lane_role(stage, replica.ranks, groups)
+            if role not in found:
+                found[role] = self._lane(stage, index, replica.ranks)
+                members[role] = replica.ranks
+            lanes.append(replace(found[role], replica=index))
+        if self._in_step(stage):
+            # Collectives inside Layers span the replicas: all wait for the slowest, Layer by Layer.
+            forward, backward = self._in_step_seconds(stage, list(members.values()))
+            lanes = [
+                replace(
+                    lane,
+                    forward_s=forward if lane.forward_s else 0.0,
+                    backward_s=backward if lane.forward_s else 0.0,
+                    collective_s=lane.collective_s
+                    + (forward + backward - lane.forward_s - lane.backward_s),
+                )
+                for lane in lanes
+            ]
+        return lanes
+
+    def _in_step_seconds(
+        self, stage: StagePlan, replicas: Sequence[tuple[int, ...]]
+    ) -> tuple[float, float]:
+        """Forward and backward of replicas that meet in every Layer that communicates."""
+        totals = [0.0, 0.0]
+        for backward in (False, True):
+            since = [0.0] * len(replicas)
+            for layer in stage.layers:
+                index = self.index[layer.path]
+                price = self.costs.backward_s if backward else self.costs.forward_s
+                for i, ranks in enumerate(replicas):
+                    parts = [(rank, self.part(layer.taskgraph, rank)) for rank in ranks]
+                    since[i] += max(price(index, r, part.rows, part.width) for r, part in parts)
+                taskgraph = self.plan.taskgraphs[layer.taskgraph]
+                bridged = taskgraph.virtual_device != stage.virtual_device
+                if layer.num_norms or (bridged and taskgraph.splits):
+                    found = self.graph.layers[index]
+                    totals[backward] += max(since) + self._collectives(
+                        stage, layer, found, replicas[0][0], backward=backward
+                    )
+                    since = [0.0] * len(replicas)
+            totals[backward] += max(since)
+        return totals[0], totals[1]
+
+    def _lane_role(
+        self, stage: StagePlan, ranks: tuple[int, ...], groups: Mapping[int, list[tuple[int, ...]]]
+    ) -> object:
+        """Equal for replicas that take the same time and memory."""
+        taskgraphs = {layer.taskgraph for layer in stage.layers} | set(stage.taskgraphs)
+        return (
+            tuple(self.costs.alike(rank) for rank in ranks),
+            tuple(self.part(t, rank) for t in sorted(taskgraphs) for rank in ranks),
+            tuple(self._shape(group) for rank in ranks for group in groups[rank]),
+        )
+
+    def _shape(self, ranks: tuple[int, ...]) -> Group:
+        if ranks not in self._shapes:
+            self._shapes[ranks] = self.costs.fabric.group(ranks)
+        return self._shapes[ranks]
+
+    def _in_step(self, stage: StagePlan) -> bool:
+        if len(stage.virtual_device.replicas) == 1:
+            return False
+        if any(layer.num_norms for layer in stage.layers):
+            return True
+        return any(
+            self.plan.taskgraphs[t].virtual_device != stage.virtual_device
+            and self.plan.taskgraphs[t].splits
+            for t in stage.taskgraphs
+        )
+
+    def _lane(self, stage: StagePlan, replica: int, ranks: tuple[int, ...]) -> StagePrice:
+        forward = backward = weight = collective = kept = 0.0
+        has_rows = any(self.part(layer.taskgraph, r).rows for layer in stage.layers for r in ranks)
+        for layer in stage.layers if has_rows else ():
+            index = self.index[layer.path]
+            found = self.graph.layers[index]
+            parts = {rank: self.part(layer.taskgraph, rank) for rank in ranks}
+            times = [
+                (
+                    self.costs.forward_s(index, rank, part.rows, part.width),
+                    self.costs.backward_s(index, rank, part.rows, part.width),
+                )
+                for rank, part in parts.items()
+            ]
+            forward += max(t[0] for t in times)
+            backward += max(t[1] for t in times)
+            weight += _weight_share(found) * max(t[1] for t in times)
+            kept += max(kept_bytes(found, part.rows, part.width) for part in parts.values())
+            there = self._collectives(stage, layer, found, ranks[0], backward=False)
+            back = self._collectives(stage, layer, found, ranks[0], backward=True)
+            forward += there
+            backward += back
+            collective += there + back
+        rows = self.part(stage.taskgraphs[0], ranks[0]).rows
+        return StagePrice(
+            stage=stage.index,
+            replica=replica,
+            forward_s=forward,
+            backward_s=backward,
+            weight_s=weight,
+            collective_s=collective,
+            kept_bytes=int(kept + self._received(stage, rows)),
+        )
+
+    def _received(self, stage: StagePlan, rows: float) -> float:
+        """Bytes of other stages' values that a micro-batch in flight holds."""
+        return sum(
+            per_row * rows
+            for (_, consumer), per_row in self._crossing.items()
+            if consumer == stage.index
+        )
+
+    def _collectives(
+        self, stage: StagePlan, layer: StageLayer, found: Layer, rank: int, *, backward: bool
+    ) -> float:
+        if not layer.num_norms and not self.plan.taskgraphs[layer.taskgraph].splits:
+            return 0.0
+        rows = self.part(layer.taskgraph, rank).rows
+        seconds, norms = 0.0, layer.num_norms
+        taskgraph = self.plan.taskgraphs[layer.taskgraph]
+        bridged = taskgraph.virtual_device != stage.virtual_device
+        gathered = False
+        for action in layer_actions(self.plan, rank, stage, layer, backward=backward):
+            if action.kind != "collective":
+                continue
+            if norms:
+                norms -= 1
+                nbytes = float(_NORM_BYTES)
+            elif any(option.joined == "loss" for option in found.splits):
+                # Vocabulary parallel: inputs are gathered and their gradients summed; of the
+                # logits, only a few numbers per row travel.
+                whole = (backward and action.name != "all_gather") or (
+                    bridged and not backward and not gathered
+                )
+                gathered = gathered or action.name == "all_gather"
+                nbytes = found.read.at(rows) if whole else _ROW_BYTES * rows
+            else:
+                outputs = action.name == "all_reduce" or action.name == "reduce_scatter"
+                if not bridged:
+                    outputs = True
+                nbytes = found.made.at(rows) if outputs != backward else found.read.at(rows)
+            seconds += self._collective(action.name, action.ranks, nbytes)
+        return seconds
+
+    def _collective(self, name: str, ranks: tuple[int, ...], nbytes: float) -> float:
+        fabric = self.costs.fabric
+        if name == "all_to_all":
+            return fabric.all_to_all(ranks, nbytes / len(ranks))
+        if name == "all_gather":
+            return fabric.all_gather(ranks, nbytes)
+        if name == "reduce_scatter":
+            return fabric.reduce_scatter(ranks, nbytes)
+        return fabric.all_reduce(ranks, nbytes)
+
+    # ---- between stages -------------------------------------------------------------------------
+
+    @cached_property
+    def _crossing(self) -> dict[tuple[int, int], float]:
+        """Bytes per row of every edge between stages."""
+        return crossing_bytes(self.graph, self.plan)
+
+    def _messages(self) -> Iterable[MessagePrice]:
+        for (producer, consumer), per_row in self._crossing.items():
+            source = self.plan.stages[producer].virtual_device
+            target = self.plan.stages[consumer].virtual_device
+            # Each consumer replica hears the rows it needs; replicas talk at the same time.
+            seconds = nbytes = 0.0
+            for replica, points in zip(
+                target.replicas, _spans(target.row_cuts(self.rows)), strict=True
+            ):
+                share = (points[1] - points[0]) * per_row
+                mate = source.replicas[replica_at(source.row_cuts(self.rows), points[0])]
+                sent = self.costs.fabric.send(mate.ranks[0], replica.ranks[0], share)
+                seconds, nbytes = max(seconds, sent), max(nbytes, share)
+            yield MessagePrice(
+                producer=producer, consumer=consumer, seconds=seconds, nbytes=int(nbytes)
+            )
+
+    # ---- gradients and update -------------------------------------------------------------------
+
+    def _reduces(self) -> Iterable[ReducePrice]:
+        trainable = frozenset(p.name for p in self.graph.parameters if p.trainable)
+        seen: set[tuple[tuple[int, ...], tuple[int, tuple[int, ...]]]] = set()
+        known = all_syncs(self.plan)
+        first: dict[object, int] = {}
+        for rank, role in enumerate(self._roles):
+            first.setdefault(role, rank)
+        for rank in first.values():  # ranks of one role cut the same buckets
+            for bucket in rank_buckets(self.plan, rank, trainable, known):
+                key = (bucket.sync.ranks, bucket.position)
+                if len(bucket.sync.ranks) < 2 or key in seen:
+                    continue
+                seen.add(key)
+                nbytes = sum(s.numel for s in bucket.slices) * ITEM_BYTES[bucket.dtype]
+                stage, after = self._completed(bucket, rank)
+                yield ReducePrice(
+                    ranks=bucket.sync.ranks,
+                    stage=stage,
+                    after=after,
+                    seconds=self.costs.fabric.all_reduce(
+                        bucket.sync.ranks, nbytes, num_sharing=self._sharing(stage)
+                    ),
+                    nbytes=nbytes,
+                )
+
+    def _sharing(self, stage: int) -> int:
+        """Gradient groups that use the same network at once: one per shard of a replica."""
+        return len(self.plan.stages[stage].virtual_device.replicas[0].ranks)
+
+    def _completed(self, bucket: Bucket, rank: int) -> tuple[int, float]:
+        """The stage whose last backward completes a bucket, and after how much of it."""
+        stages = self._stages[rank]
+        names = {s.home.name for s in bucket.slices}
+        for stage in stages:  # backward ends with the first stage
+            layers = self.plan.stages[stage].layers
+            users = [i for i, layer in enumerate(layers) if names & set(layer.params)]
+            if not users:
+                continue
+            part = self.part(layers[0].taskgraph, rank)
+            times = [
+                self.costs.backward_s(self.index[x.path], rank, part.rows or 1.0) for x in layers
+            ]
+            total = sum(times)
+            return stage, sum(times[users[0] :]) / total if total else 1.0
+        return (stages[0] if stages else 0), 1.0
+
+    def _held(self, rank: int) -> tuple[int, int]:
+        """Bytes of parameters and of gradients; the same for all ranks of a role."""
+        role = self._roles[rank]
+        if role in self._bytes_held:
+            return self._bytes_held[role]
+        parameters = gradients = 0
+        for stages, (weights, trained) in self._whole.items():
+            if not stages.isdisjoint(self._stages[rank]):
+                parameters, gradients = parameters + weights, gradients + trained
+        for home in self.plan.homes:
+            piece = self.plan.piece(home, rank) if home.splits else None
+            if piece is not None:
+                nbytes = math.prod(piece.shape(home.shape)) * ITEM_BYTES.get(home.dtype, 4)
+                parameters += nbytes
+                gradients += nbytes if self.costs.trainable[home.name] else 0
+        self._bytes_held[role] = parameters, gradients
+        return parameters, gradients
+
+    @cached_property
+    def _whole(self) -> dict[frozenset[int], tuple[int, int]]:
+        """Bytes of parameters and of gradients that no split cuts, by the stages that use them."""
+        found: dict[frozenset[int], tuple[int, int]] = {}
+        for home in self.plan.homes:
+            if not home.splits:
+                nbytes = math.prod(home.shape) * ITEM_BYTES.get(home.dtype, 4)
+                weights, trained = found.get(frozenset(home.stages), (0, 0))
+                trained += nbytes if self.costs.trainable[home.name] else 0
+                found[frozenset(home.stages)] = weights + nbytes, trained
+        return found
+
+    def _device(self, rank: int, binds: str) -> DevicePrice:
+        parameters, gradients = self._held(rank)
+        training = self.costs.training
+        workspace = self._workspace(rank)
+        total = parameters + gradients * (1.0 + training.state_tensors)
+        slack = 0.0 if self.costs.cluster.devices[rank].type == "CPU" else ALLOCATOR_SLACK
+        reserve = self.costs.reserved(rank) + slack * (total + workspace)
+        return DevicePrice(
+            rank=rank,
+            node=self.costs.cluster.devices[rank].node,
+            rows=self._all_rows[rank],
+            apply_s=self.costs.apply_s(rank, gradients),
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+            optimizer_bytes=int(gradients * training.state_tensors),
+            scratch_bytes=int(gradients * training.scratch_tensors),
+            workspace_bytes=int(workspace),
+            reserve_bytes=int(reserve),
+            capacity_bytes=self.costs.capacity(rank),
+            peak_flops=self.costs.peak_flops(rank),
+            power_watts=self.costs.cluster.type_of(rank).tdp_watts,
+            paced=self.costs.cluster.devices[rank].pace_flops is not None,
+            binds=binds,
+        )
+
+    def _workspace(self, rank: int) -> float:
+        key = (self._roles[rank], *(self.part(t.index, rank) for t in self.plan.taskgraphs))
+        if key not in self._spaces:
+            self._spaces[key] = workspace_bytes(
+                self.plan, self.graph, self.index, rank, self.part, self.costs.gradient_bytes
+            )
+        return self._spaces[key]
+
+    @cached_property
+    def _all_rows(self) -> list[int]:
+        """By rank, the rows of the global batch it computes."""
+        found = [0] * self.plan.num_ranks
+        for stage in self.plan.stages:
+            device = stage.virtual_device
+            spans = _spans(device.row_cuts(self.plan.batch_rows))
+            for replica, (low, high) in zip(device.replicas, spans, strict=True):
+                for rank in replica.ranks:
+                    found[rank] = max(found[rank], high - low)
+        return found
+
+    def _step_flops(self) -> float:
+        return sum(
+            3.0
+            * (layer.flops * self.plan.num_micro_batch + layer.flops_per_row * self.plan.batch_rows)
+            for layer in self.graph.layers
+        )
+
+
+def _spans(points: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(points, points[1:], strict=False))
+
+
+def replica_at(points: tuple[int, ...], row: int) -> int:
+    """The replica that computes a row."""
+    for index, (low, high) in enumerate(_spans(points)):
+        if low <= row < high:
+            return index
+    return 0
+
+
+def _weight_share(layer: Layer) -> float:
+    """Of a backward, the part that only weight gradients need: half of the products."""
+    total = sum(work.flops.per_row + work.flops.fixed for work in layer.work)
+    if not total:
+        return 0.0
+    products = sum(
+        work.flops.per_row + work.flops.fixed
+        for work in layer.work
+        if work.kind in ("matmul", "conv")
+    )
+    return 0.5 * products / total

@@ -1,0 +1,224 @@
+"""The ModelGraph out of what two runs on fake tensors showed.
+
+Place in the flow: second half of `engine.capture`. What differs between runs of 2 and of 3 rows is
+what grows with the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.engine.examples import Example
+from whale.engine.program import Program
+from whale.engine.trace import RandomCall
+from whale.engine.work import Counts, costs, signature
+from whale.ir.model_graph import (
+    BatchDims,
+    Layer,
+    ModelGraph,
+    Node,
+    Parameter,
+    SplitOption,
+    TaskGraph,
+)
+from whale.ir.plan import AROUND
+from whale.ir.strategy import Tag
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run of the model on fakes showed."""
+
+    order: list[str]
+    work: dict[str, Counts]
+    examples: dict[str, tuple[Any, Any]]
+    options: dict[str, tuple[SplitOption, ...]]
+    shapes: dict[str, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]
+    dropouts: dict[str, tuple[int, ...]]
+    calls: list[RandomCall]
+    program: Program | None
+    result: dict[str, Any]
+
+    @classmethod
+    def empty(cls) -> Run:
+        """A run that saw nothing yet."""
+        return cls([], {}, {}, {}, {}, {}, [], None, {})
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def graph_of(
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    tags: dict[str, Tag],
+    first: Run,
+    second: Run,
+    program: Program | None,
+    examples: dict[str, Example],
+    rows: tuple[int, int],
+) -> ModelGraph:
+    """The ModelGraph from two runs with different numbers of rows."""
+    order = first.order + [path for path in layers if path not in first.order]
+    groups = _taskgraphs(order, tags)
+    by_id = {id(p): name for name, p in model.named_parameters()}
+    graph_layers = []
+    for path in order:
+        found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
+        shapes = example.shapes if (example := examples.get(path)) is not None else []
+        graph_layers.append(
+            Layer(
+                path=path,
+                kind=type(layers[path]).__name__,
+                taskgraph=next(i for i, (_, paths) in enumerate(groups) if path in paths),
+                params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
+                num_norms=sum(
+                    isinstance(m, nn.modules.batchnorm._BatchNorm) for m in layers[path].modules()
+                ),
+                signature=signature(layers[path], found, shapes),
+                **found,
+                splits=tuple(
+                    replace(
+                        option,
+                        dims=_batch_dims(option, first, second),
+                        joined=_joined(option, path, program),
+                    )
+                    for option in first.options.get(path, ())
+                ),
+            )
+        )
+    index = {layer.path: i for i, layer in enumerate(graph_layers)}
+    return ModelGraph(
+        layers=tuple(graph_layers),
+        parameters=_parameters(model, graph_layers),
+        taskgraphs=tuple(
+            TaskGraph(index=i, tag=tag, layers=tuple(index[p] for p in paths))
+            for i, (tag, paths) in enumerate(groups)
+        ),
+        nodes=_nodes(program, index, by_id_names=set(by_id.values())) if program else (),
+    )
+
+
+def _batch_dims(option: SplitOption, first: Run, second: Run) -> BatchDims:
+    """Where the batch is in what the option's module (for attention.
+
+    The module around it) reads and makes.
+    """
+    path = option.path if option.rule in AROUND else option.modules[0]
+    a, b = (run.shapes.get(path, ([], [])) for run in (first, second))
+
+    def dims(side: int) -> tuple[int | None, ...]:
+        return tuple(changed(x, y) for x, y in zip(a[side], b[side], strict=False))
+
+    return dims(0), dims(1)
+
+
+_KEEPS_COLUMNS = {
+    "view",
+    "reshape",
+    "flatten",
+    "float",
+    "double",
+    "to",
+    "contiguous",
+    "__getitem__",
+}
+
+
+def _joined(option: SplitOption, path: str, program: Program | None) -> str:
+    """Whether a lone column split's output goes straight into a cross-entropy."""
+    if option.joined != "returned" or option.rule != "column" or program is None:
+        return "gather"
+    makers = [op for op in program.ops if op.layer == path]
+    values = {v for op in makers for v in op.outputs}
+    for op in program.ops:
+        if not values.intersection(op.inputs):
+            continue
+        name = getattr(op.target, "__name__", "")
+        if name == "cross_entropy":
+            return "loss"
+        if name not in _KEEPS_COLUMNS:
+            return "gather"
+        values.update(op.outputs)
+    return "gather"
+
+
+def changed(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
+    """The dim in which two shapes differ."""
+    found = [dim for dim, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    return found[0] if found else None
+
+
+def _taskgraphs(order: list[str], tags: dict[str, Tag]) -> list[tuple[Tag, list[str]]]:
+    """TaskGraphs in execution order; a Layer without a tag stays with the TaskGraph before it.
+
+    Untagged Layers before the first tagged one join it, unless that one is a bare `split`: then
+    they are a data parallel TaskGraph of their own on the same devices.
+    """
+    groups: list[tuple[Tag, list[str]]] = []
+    current: tuple[Tag, list[str]] | None = None
+    leading: list[str] = []
+    for path in order:
+        tag = tags[path]
+        if tag:
+            current = next((g for g in groups if g[0] == tag), None)
+            if current is None:
+                current = (tag, [])
+                groups.append(current)
+            current[1].append(path)
+        elif current is None:
+            leading.append(path)
+        else:
+            current[1].append(path)
+    if leading:
+        bare_split = groups and groups[0][0][0].kind == "split"
+        if not groups or bare_split:
+            groups.insert(0, ((), leading))
+        else:
+            groups[0][1][:0] = leading
+    return groups
+
+
+def _parameters(model: nn.Module, layers: list[Layer]) -> tuple[Parameter, ...]:
+    """Parameters in the order the Layers use them, the model's own (glue) ones first."""
+    first_names = dict(model.named_parameters())
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    used = dict.fromkeys(name for layer in layers for name in layer.params)
+    order = [name for name in first_names if name not in used] + list(used)
+    return tuple(
+        Parameter(
+            name=name,
+            shape=tuple(first_names[name].shape),
+            dtype=dtype_name(first_names[name].dtype),
+            trainable=first_names[name].requires_grad,
+            aliases=tuple(n for n in aliases[id(first_names[name])] if n != name),
+        )
+        for name in order
+    )
+
+
+def _nodes(program: Program, layers: dict[str, int], by_id_names: set[str]) -> tuple[Node, ...]:
+    producer: dict[int, int] = {}
+    nodes: list[Node] = []
+    for number, op in enumerate(program.ops):
+        inputs = dict.fromkeys(producer[i] for i in op.inputs if i in producer)
+        for value in op.outputs:
+            producer[value] = number
+        nodes.append(
+            Node(
+                name=op.layer if op.layer is not None else getattr(op.target, "__name__", "op"),
+                layer=layers[op.layer] if op.layer is not None else None,
+                inputs=tuple(inputs),
+                params=tuple(name for name in op.state if name in by_id_names),
+                pure=op.pure,
+            )
+        )
+    return tuple(nodes)

@@ -1,0 +1,112 @@
+"""Prices: what the cost model says of a plan, kept in it, so that a plan alone can be simulated.
+
+Place in the flow: made by `cost.price`, read by `sim.simulate`. Per stage and replica, per gradient
+bucket and per device: never per micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrice:
+    """One replica of one stage, for one micro-batch; seconds include the collectives inside."""
+
+    stage: int
+    replica: int
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    """Of `backward_s`, what a schedule may put off."""
+    collective_s: float
+    """Of both, what communication inside takes."""
+    kept_bytes: int
+    """Activations per micro-batch in flight, on each of its ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagePrice:
+    """One edge between stages, for one micro-batch: the same for activations and gradients."""
+
+    producer: int
+    consumer: int
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducePrice:
+    """One gradient bucket, summed over `ranks` once it is complete."""
+
+    ranks: tuple[int, ...]
+    stage: int
+    after: float
+    """The fraction of the stage's last backward that completes it."""
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePrice:
+    """One rank: memory that does not come and go, and the update."""
+
+    rank: int
+    node: int
+    rows: int
+    apply_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    scratch_bytes: int
+    """Held while the update runs."""
+    workspace_bytes: int
+    """Held while a Layer runs."""
+    reserve_bytes: int
+    """Lost to the driver and to the allocator's gaps."""
+    capacity_bytes: int
+    peak_flops: float
+    """What the device could do in the dtype of the model, per second."""
+    power_watts: float
+    paced: bool = False
+    """A CPU rank that sleeps to the time its work is declared to take."""
+    binds: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Everything the simulator needs beside the Schedule."""
+
+    stages: tuple[StagePrice, ...]
+    messages: tuple[MessagePrice, ...]
+    reduces: tuple[ReducePrice, ...]
+    devices: tuple[DevicePrice, ...]
+    step_flops: float
+    """Forward and backward of the global batch, useful work only."""
+    lower_bound_s: float
+    """No plan on these devices can be faster."""
+    cluster: str = ""
+    sources: tuple[str, ...] = ()
+    """Where the figures come from."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Prices:
+        """The inverse of `to_dict`, also after a trip through JSON."""
+        return cls(
+            stages=tuple(StagePrice(**s) for s in data["stages"]),
+            messages=tuple(MessagePrice(**m) for m in data["messages"]),
+            reduces=tuple(
+                ReducePrice(**{**r, "ranks": tuple(r["ranks"])}) for r in data["reduces"]
+            ),
+            devices=tuple(DevicePrice(**d) for d in data["devices"]),
+            step_flops=data["step_flops"],
+            lower_bound_s=data["lower_bound_s"],
+            cluster=data["cluster"],
+            sources=tuple(data["sources"]),
+        )

@@ -1,0 +1,246 @@
+"""Candidates: the ways to run a model on a cluster that are worth pricing.
+
+Place in the flow: first pass of `make_plan`; each candidate becomes a plan, is priced and
+simulated, and the fastest that fits wins. Annotations are constraints: where they fix the stages,
+only the order of the devices is open; without any and with `auto`, everything is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from whale.config import Config
+from whale.cost.compute import CostModel, kept_bytes
+from whale.cost.memory import ALLOCATOR_SLACK
+from whale.errors import PlanError
+from whale.ir.model_graph import ModelGraph, TaskGraph
+from whale.ir.strategy import Scope, Tag
+from whale.planner.chain import Chain, GroupKind, partition
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MAX_ORDERS = 120
+MAX_GROUPS = 128
+SEARCH_SECONDS = 3.0
+SIMULATED = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A graph with its stages, and the order in which placement takes the devices."""
+
+    about: str
+    graph: ModelGraph
+    order: tuple[int, ...] | None = None
+
+
+def kinds_of(costs: CostModel) -> list[list[int]]:
+    """Ranks in groups of equal devices, each in order of rank."""
+    found: dict[object, list[int]] = {}
+    for rank in range(costs.cluster.num_devices):
+        found.setdefault(costs.alike(rank), []).append(rank)
+    return list(found.values())
+
+
+# ---- annotated: which devices run which stage ----------------------------------------------------
+
+
+def orders(costs: CostModel, num_groups: int, config: Config) -> Iterator[Candidate]:
+    """Orders of unequal devices over the device groups of an annotated pipeline.
+
+    The graph of a yielded Candidate is the cost model's own.
+    """
+    graph = costs.graph
+    yield Candidate(about="devices in order of rank", graph=graph)
+    kinds = kinds_of(costs)
+    if len(kinds) == 1 or num_groups == 1 or config.cluster.balance == "equal":
+        return
+    ranks = range(costs.cluster.num_devices)
+    everything = range(len(graph.layers))
+
+    def seconds(rank: int) -> float:
+        return sum(costs.step_s(i, rank, 1.0) for i in everything)
+
+    seen = {tuple(ranks)}
+    for about, order in (
+        ("large memory first", sorted(ranks, key=lambda r: (-costs.capacity(r), r))),
+        ("fast devices first", sorted(ranks, key=lambda r: (seconds(r), r))),
+        ("slow devices first", sorted(ranks, key=lambda r: (-seconds(r), r))),
+    ):
+        if tuple(order) not in seen:
+            seen.add(tuple(order))
+            yield Candidate(about=about, graph=graph, order=tuple(order))
+    for found in _interleavings([len(kind) for kind in kinds], num_groups):
+        taken = [iter(kind) for kind in kinds]
+        order = [next(taken[kind]) for kind in found]
+        if tuple(order) not in seen:
+            seen.add(tuple(order))
+            yield Candidate(about=f"devices {order}", graph=graph, order=tuple(order))
+        if len(seen) > MAX_ORDERS:
+            return
+
+
+def _interleavings(counts: Sequence[int], num_groups: int) -> Iterator[tuple[int, ...]]:
+    """Sequences of kinds, block by block, that use every kind as often as there are devices."""
+    total = sum(counts)
+    if total % num_groups:
+        return
+    size = total // num_groups
+    if any(count % size for count in counts):
+        size = 1
+    blocks = [count // size for count in counts]
+
+    def fill(left: list[int], prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if not any(left):
+            yield tuple(kind for kind in prefix for _ in range(size))
+            return
+        for kind, count in enumerate(left):
+            if count:
+                rest = list(left)
+                rest[kind] -= 1
+                yield from fill(rest, (*prefix, kind))
+
+    yield from fill(blocks, ())
+
+
+# ---- auto: everything is open --------------------------------------------------------------------
+
+
+def automatic(
+    costs: CostModel, config: Config, batch_rows: int, rejected: list[str]
+) -> Iterator[Candidate]:
+    """Data parallel, and the best pipelines over groups of equal devices."""
+    graph = costs.graph
+    asked = config.pipeline.num_stages
+    fixed = config.pipeline.num_micro_batch
+    counts = [fixed] if fixed > 1 else [m for m in MICRO_BATCHES if m <= batch_rows]
+    if asked in (None, 1):
+        for count in counts:
+            text = f"data parallel, {count} micro-batches" if count > 1 else "data parallel"
+            yield Candidate(about=text, graph=_with_feed(graph, count, config.pipeline.schedule))
+        if asked == 1 or costs.cluster.num_devices == 1:
+            return
+    if not graph.nodes:
+        rejected.append("pipelines: the glue between Layers could not be traced")
+        return
+    found: list[tuple[float, str, Chain, list[list[tuple[int, ...]]], int]] = []
+    failures: list[str] = []
+    for widths in _widths(costs):
+        groups = _groups(costs, widths)
+        sizes = f"groups of {' and '.join(map(str, dict.fromkeys(widths)))}"
+        if sum(map(len, groups)) > MAX_GROUPS:
+            continue
+        most = min(sum(map(len, groups)), len(graph.layers))
+        if most < (asked or 2):
+            continue
+        for count in counts:
+            if count == 1 and fixed == 1 and len(counts) > 1:
+                continue  # a pipeline of one micro-batch only waits
+            rows = -(-batch_rows // count)
+            table = [_kind(costs, ranks, rows) for ranks in groups]
+            try:
+                chain = partition(
+                    table, count, num_stages=asked, tolerance=0.01, deadline_s=SEARCH_SECONDS
+                )
+            except PlanError as error:
+                failures.append(f"{sizes}, {count} micro-batches: {error.message}")
+                continue
+            if len(chain.stages) > 1:
+                text = f"{len(chain.stages)} stages, {sizes}, {count} micro-batches"
+                found.append((chain.seconds, text, chain, groups, count))
+    found.sort(key=lambda item: item[0])
+    for _, text, chain, groups, count in found[:SIMULATED]:
+        yield Candidate(
+            about=text, graph=_staged(graph, chain, groups, count, config.pipeline.schedule)
+        )
+    if not found:
+        rejected += failures[:2]
+
+
+def _widths(costs: CostModel) -> Iterator[tuple[int, ...]]:
+    """Devices per group, by kind of device: powers of two and all of them."""
+    choices = []
+    for ranks in kinds_of(costs):
+        sizes = [w for w in (1, 2, 4, 8, 16, 32, 64) if w < len(ranks) and len(ranks) % w == 0]
+        choices.append([*sizes, len(ranks)])
+    if len(choices) <= 2:
+        yield from product(*choices)
+        return
+    for size in sorted({w for sizes in choices for w in sizes}):
+        yield tuple(max(w for w in sizes if w <= max(size, sizes[0])) for sizes in choices)
+
+
+def _groups(costs: CostModel, widths: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """By kind of device, its groups: neighbours first, so that a group stays inside a node."""
+    found = []
+    for ranks, width in zip(kinds_of(costs), widths, strict=True):
+        ordered = sorted(ranks, key=lambda r: (costs.cluster.devices[r].node, r))
+        found.append([tuple(ordered[i : i + width]) for i in range(0, len(ordered), width)])
+    return found
+
+
+def _kind(costs: CostModel, groups: list[tuple[int, ...]], rows: int) -> GroupKind:
+    rank, width = groups[0][0], len(groups[0])
+    each = -(-rows // width)
+    training = costs.training
+    layers = costs.graph.layers
+    peer = groups[-1][-1] if len(groups) > 1 else (rank + 1) % costs.cluster.num_devices
+    slack = 1.0 + ALLOCATOR_SLACK
+    return GroupKind(
+        name=costs.cluster.devices[rank].type,
+        count=len(groups),
+        capacity_bytes=float(costs.capacity(rank)),
+        seconds=tuple(costs.step_s(i, rank, float(each)) for i in range(len(layers))),
+        resident_bytes=tuple(
+            size * (2.0 + training.state_tensors) * slack for size in costs.parameter_bytes
+        ),
+        activation_bytes=tuple(kept_bytes(layer, float(each)) * slack for layer in layers),
+        slack_bytes=costs.reserved(rank)
+        + 2.0 * max((layer.largest.at(float(each)) for layer in layers), default=0.0),
+        edge_seconds=tuple(
+            2.0 * costs.fabric.send(peer, rank, layers[max(i - 1, 0)].made.at(float(each)))
+            for i in range(len(layers))
+        ),
+    )
+
+
+def _with_feed(graph: ModelGraph, num_micro_batch: int, schedule: str) -> ModelGraph:
+    if num_micro_batch == 1:
+        return graph
+    return _tagged(graph, [(range(len(graph.layers)), (_feed(num_micro_batch, schedule),))])
+
+
+def _feed(num_micro_batch: int, schedule: str) -> Scope:
+    return Scope(
+        kind="pipeline",
+        uid=-1,
+        where="auto",
+        num_micro_batch=num_micro_batch,
+        schedule=schedule,
+    )
+
+
+def _staged(
+    graph: ModelGraph,
+    chain: Chain,
+    groups: list[list[tuple[int, ...]]],
+    num_micro_batch: int,
+    schedule: str,
+) -> ModelGraph:
+    taken = [iter(kind) for kind in groups]
+    parts: list[tuple[range, Tag]] = []
+    for number, stage in enumerate(chain.stages):
+        ranks = next(taken[stage.kind])
+        scope = Scope(kind="stage", uid=-2 - number, where="auto", ranks=tuple(sorted(ranks)))
+        parts.append((range(stage.start, stage.end), (_feed(num_micro_batch, schedule), scope)))
+    return _tagged(graph, parts)
+
+
+def _tagged(graph: ModelGraph, parts: Sequence[tuple[range, Tag]]) -> ModelGraph:
+    taskgraphs, layers = [], list(graph.layers)
+    for index, (members, tag) in enumerate(parts):
+        taskgraphs.append(TaskGraph(index=index, tag=tag, layers=tuple(members)))
+        for member in members:
+            layers[member] = replace(layers[member], taskgraph=index)
+    return replace(graph, layers=tuple(layers), taskgraphs=tuple(taskgraphs))

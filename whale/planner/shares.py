@@ -1,0 +1,207 @@
+"""Shares: how many rows every replica computes, and how many units every shard holds.
+
+Place in the flow: asked by placement and splits for every TaskGraph. Three ways, by
+`cluster.balance`: `time` (the default) finds the shares that end together and fit into memory, by
+the cost model; `speed` follows the peak FLOPs, as the paper does; `equal` ignores what devices are.
+Equal devices get equal shares in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import inf, lcm
+
+from whale.config import Config
+from whale.cost.compute import CostModel, kept_bytes
+from whale.cost.memory import ALLOCATOR_SLACK
+from whale.errors import PlanError
+from whale.ir.cluster import Cluster
+from whale.ir.device_types import device_type
+from whale.ir.model_graph import ModelGraph, SplitOption
+from whale.ir.sharding import apportion
+from whale.planner.balance import Member, balance
+
+
+def speeds(cluster: Cluster) -> tuple[int, ...]:
+    """Peak speeds of the devices as small whole numbers, 1 for each where all are equal."""
+    peaks = [
+        device.pace_flops or device.speed * device_type(device.type).flops_per_s["float32"]
+        for device in cluster.devices
+    ]
+    exact = [Fraction(peak / min(peaks)).limit_denominator(64) for peak in peaks]
+    scale = lcm(*(f.denominator for f in exact))
+    whole = [int(f * scale) for f in exact]
+    return (1,) * len(whole) if min(whole) == max(whole) else tuple(whole)
+
+
+@dataclass(slots=True, kw_only=True)
+class Shares:
+    """Chooses shares for one plan; keeps what bound them."""
+
+    graph: ModelGraph
+    config: Config
+    costs: CostModel
+    rows: int
+    """Of the largest micro-batch."""
+    in_flight: Callable[[int], int] = field(default=lambda stage: 1)
+    """Micro-batches that a stage holds at once."""
+    binds: dict[int, str] = field(default_factory=dict)
+    shortages: list[str] = field(default_factory=list)
+    _weights: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> str:
+        """`time`, `speed` or `equal`."""
+        return self.config.cluster.balance
+
+    # ---- rows -----------------------------------------------------------------------------------
+
+    def row_weights(
+        self,
+        stage: int,
+        layers: Sequence[int],
+        replicas: Sequence[tuple[int, ...]],
+        split: set[int],
+    ) -> tuple[int, ...]:
+        """Weights of a stage's replicas; `split` are the Layers of which a rank holds a part."""
+        if len(replicas) == 1:
+            return (1,)
+        if self.mode == "speed":
+            weights = speeds(self.costs.cluster)
+            return tuple(sum(weights[r] for r in ranks) for ranks in replicas)
+        alike = {tuple(self.costs.alike(r) for r in ranks) for ranks in replicas}
+        if self.mode == "equal" or len(alike) == 1:
+            return tuple(len(ranks) for ranks in replicas)
+        members = [self._rows_member(stage, layers, ranks, split) for ranks in replicas]
+        try:
+            found = balance(members, self.rows, unit="rows")
+        except PlanError as error:
+            self.shortages.append(f"stage {stage}: {error}")
+            found = balance([replace(m, capacity_bytes=inf) for m in members], self.rows)
+        for ranks, binds in zip(replicas, found.binds, strict=True):
+            self.binds.update(dict.fromkeys(ranks, binds))
+        return found.units
+
+    def _rows_member(
+        self, stage: int, layers: Sequence[int], ranks: tuple[int, ...], split: set[int]
+    ) -> Member:
+        part = 1.0 / len(ranks)
+        smallest = min(self.costs.capacity(r) for r in ranks)
+
+        def width(layer: int) -> float:
+            return part if layer in split else 1.0
+
+        def seconds(rows: int) -> float:
+            return sum(
+                max(self.costs.step_s(i, r, float(rows), width(i)) for r in ranks) for i in layers
+            )
+
+        def nbytes(rows: int) -> float:
+            need = self.stage_bytes(stage, layers, rows, width)
+            # A replica of unequal devices is as tight as its tightest.
+            return max(need + self._reserved(r) - self.costs.capacity(r) for r in ranks) + smallest
+
+        device = self.costs.cluster.devices[ranks[0]]
+        name = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({device.type})"
+        return Member(name=name, seconds=seconds, bytes=nbytes, capacity_bytes=smallest)
+
+    def _reserved(self, rank: int) -> float:
+        return float(self.costs.reserved(rank))
+
+    def stage_bytes(
+        self,
+        stage: int,
+        layers: Sequence[int],
+        rows: float,
+        width: Callable[[int], float],
+    ) -> float:
+        """Bytes a rank needs for some Layers and rows per micro-batch."""
+        held = self.in_flight(stage)
+        static = activations = largest = 0.0
+        for index in layers:
+            layer = self.graph.layers[index]
+            static += self.static_bytes(index) * width(index)
+            activations += kept_bytes(layer, rows, width(index))
+            gradient = self.costs.gradient_bytes[index] * width(index)
+            largest = max(largest, 2.0 * layer.largest.at(rows) + gradient)
+        scratch = static * self.costs.training.scratch_tensors / self._copies
+        peak = static + max(held * activations + largest, scratch)
+        return peak * (1.0 + ALLOCATOR_SLACK)
+
+    @property
+    def _copies(self) -> float:
+        """Weights, gradients and optimizer state, in units of the weights."""
+        return 2.0 + self.costs.training.state_tensors
+
+    def static_bytes(self, layer: int) -> float:
+        """Weights, gradients and optimizer state of a whole Layer."""
+        return self._copies * self.costs.parameter_bytes[layer]
+
+    # ---- units of a split -----------------------------------------------------------------------
+
+    def units(self, option: SplitOption, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Units of each shard of one replica, at least one each.
+
+        They depend on the ranks and the number of units alone: a parameter that is tied between two
+        splits is cut at the same points by both.
+        """
+        weights = self._shard_weights(ranks)
+
+        def member(rank: int, weight: int) -> Member:
+            return Member(
+                name=f"rank {rank}",
+                seconds=lambda units: units / weight,
+                bytes=lambda units: 0.0,
+                capacity_bytes=inf,
+            )
+
+        if len(set(weights)) == 1:
+            return apportion(option.units, weights)
+        members = [member(r, w) for r, w in zip(ranks, weights, strict=True)]
+        return balance(members, option.units, unit=option.unit, minimum=1).units
+
+    def _shard_weights(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Shares of a sharded model's width, in FINE parts of the whole."""
+        found = self._weights.get(ranks)
+        if found is None:
+            found = self._weights[ranks] = self._balanced_width(ranks)
+        return found
+
+    def _balanced_width(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        if self.mode == "equal" or len({self.costs.alike(r) for r in ranks}) == 1:
+            return (1,) * len(ranks)
+        if self.mode == "speed":
+            weights = speeds(self.costs.cluster)
+            return tuple(weights[r] for r in ranks)
+        layers = [i for i, layer in enumerate(self.graph.layers) if layer.splits]
+        rows = float(self.rows)
+
+        def member(rank: int) -> Member:
+            def seconds(parts: int) -> float:
+                return sum(self.costs.step_s(i, rank, rows, parts / FINE) for i in layers)
+
+            def nbytes(parts: int) -> float:
+                return self.stage_bytes(0, layers, rows, lambda _: parts / FINE)
+
+            return Member(
+                name=f"rank {rank} ({self.costs.cluster.devices[rank].type})",
+                seconds=seconds,
+                bytes=nbytes,
+                capacity_bytes=self.costs.capacity(rank) - self._reserved(rank),
+            )
+
+        members = [member(r) for r in ranks]
+        try:
+            found = balance(members, FINE, unit="parts of the width", minimum=1)
+        except PlanError as error:
+            self.shortages.append(f"split over ranks {list(ranks)}: {error}")
+            unlimited = [replace(m, capacity_bytes=inf) for m in members]
+            found = balance(unlimited, FINE, unit="parts of the width", minimum=1)
+        self.binds.update(zip(ranks, found.binds, strict=True))
+        return found.units
+
+
+FINE = 240
+"""Parts in which the width of a sharded model is balanced before it is cut into its own units."""

@@ -1,0 +1,418 @@
+"""simulate: a priced Plan on a clock: the very action lists that run -> a Report.
+
+Place in the flow: the planner scores its candidates with it, `whale simulate` draws it. A *lane* is
+one replica of a device group: its ranks work in step. A compute starts when its lane is free and
+the rows it needs have arrived; messages queue per edge and lane; gradient buckets are summed as the
+last backward completes them, one after another in a group of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from whale.cost.energy import step_joules
+from whale.cost.roles import roles, stages_by_rank
+from whale.errors import PlanError, ScheduleError
+from whale.ir.device_types import device_type
+from whale.ir.plan import Plan
+from whale.ir.prices import Prices, StagePrice
+from whale.ir.schedule import Action
+from whale.sim.report import DeviceReport, Event, MemoryParts, Report
+
+Orders = Mapping[int, Sequence[Action]]
+"""The actions of each device group (`planner.schedules.rank_actions`)."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One replica of a device group."""
+
+    group: int
+    replica: int
+    ranks: tuple[int, ...]
+    queue: list[Action]
+    position: int = 0
+    clock: float = 0.0
+    compute_s: float = 0.0
+    waited_s: float = 0.0
+    """For messages that were on their way when nothing else could run."""
+    live: dict[int, int] = field(default_factory=dict)
+    held: float = 0.0
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    last_backward: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+def simulate(plan: Plan, orders: Orders, *, title: str = "", events: bool = True) -> Report:
+    """Runs one step of a priced plan.
+
+    Args:
+        plan: A plan with prices.
+        orders: The actions of each device group.
+        title: Goes into the Report.
+        events: Whether to keep every event; the planner does not need them.
+    """
+    if plan.prices is None:
+        raise PlanError(
+            "the plan has no prices, so nothing can be said of its time",
+            hint="make it with this version: `whale plan MODEL --cluster SPEC --json F`",
+        )
+    return _Simulation(plan, plan.prices, orders, events).report(title)
+
+
+class _Simulation:
+    def __init__(self, plan: Plan, prices: Prices, orders: Orders, events: bool) -> None:
+        self.plan, self.prices, self.keep = plan, prices, events
+        self.price = {(p.stage, p.replica): p for p in prices.stages}
+        self.messages = {(m.producer, m.consumer): m.seconds for m in prices.messages}
+        self.rows = -(-plan.batch_rows // plan.num_micro_batch)
+        self.stages, self.roles = stages_by_rank(plan), roles(plan)
+        first = dict(zip(reversed(self.roles), reversed(range(plan.num_ranks)), strict=True))
+        self.shares = {role: plan.flops_share(rank) for role, rank in first.items()}
+        self.links = plan.schedule.links()
+        self.events: list[Event] = []
+        self._feeds = {(a, b): _overlaps(plan, a, b, self.rows) for a, b in plan.schedule.edges}
+        self.lanes: list[_Lane] = []
+        for group, stages in enumerate(plan.schedule.groups):
+            device = plan.stages[stages[0]].virtual_device
+            computes = [a for a in orders[group] if a.is_compute]
+            for same in self._alike(len(device.replicas)):
+                ranks = tuple(rank for index in same for rank in device.replicas[index].ranks)
+                self.lanes.append(_Lane(group, same[0], ranks, computes))
+        self.done: dict[tuple[str, int, int, int], float] = {}
+        self.line_free: dict[tuple[int, int, int, str], float] = {}
+
+    def _alike(self, num_replicas: int) -> list[list[int]]:
+        """Replicas in groups that do the same at the same time, so that each is a lane once.
+
+        Only where every replica talks to the one of its own number, if to any.
+        """
+        sides = [side for feeds in self._feeds.values() for side in feeds]
+        if any(peers not in ((), (i,)) for side in sides for i, peers in enumerate(side)):
+            return [[index] for index in range(num_replicas)]
+        found: dict[object, list[int]] = {}
+        for index in range(num_replicas):
+            prices = [self.price.get((stage.index, index)) for stage in self.plan.stages]
+            linked = [side[index] == () for side in sides if index < len(side)]
+            key = (*(p and replace(p, replica=0) for p in prices), *linked)
+            found.setdefault(key, []).append(index)
+        return list(found.values())
+
+    # ---- the computes ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        waiting = True
+        while waiting:
+            waiting = moved = False
+            for lane in self.lanes:
+                while lane.position < len(lane.queue):
+                    if not self._advance(lane, lane.queue[lane.position]):
+                        waiting = True
+                        break
+                    lane.position += 1
+                    moved = True
+            if waiting and not moved:
+                stuck = [
+                    f"ranks {list(x.ranks)} at {x.queue[x.position]}"
+                    for x in self.lanes
+                    if x.position < len(x.queue)
+                ]
+                raise ScheduleError(
+                    f"the schedule cannot go on: {'; '.join(stuck[:4])}",
+                    hint="check it with whale.ir.deadlock.check_schedule, which prints the grid",
+                )
+
+    def _advance(self, lane: _Lane, action: Action) -> bool:
+        price = self.price[action.stage, lane.replica]
+        arrival = self._arrival(lane, action)
+        if arrival is None:
+            return False
+        start = max(lane.clock, arrival)
+        lane.waited_s += start - lane.clock
+        seconds = _seconds(price, action)
+        end = start + seconds
+        lane.compute_s += seconds * (1.0 - _communicated(price))
+        lane.clock = end
+        kind = "B" if action.kind == "I" else action.kind
+        self.done[kind, action.stage, action.micro_batch, lane.replica] = end
+        self._hold(lane, action, price, start, end)
+        if kind == "B":
+            lane.last_backward[action.stage] = (start, end)
+        if self.keep and seconds:
+            self._event(lane.ranks, action.kind, str(action), start, end, action)
+        return True
+
+    def _arrival(self, lane: _Lane, action: Action) -> float | None:
+        stage, batch = action.stage, action.micro_batch
+        if action.kind == "W":
+            return self.done[("B", stage, batch, lane.replica)]
+        if action.kind == "F":
+            after, peers = "F", [(p, (p, stage)) for p in self.links.producers[stage]]
+        else:
+            after, peers = "B", [(c, (stage, c)) for c in self.links.consumers[stage]]
+        latest = 0.0 if action.kind == "F" else self.done[("F", stage, batch, lane.replica)]
+        for peer, edge in peers:
+            feeds = self._feeds[edge]
+            others = feeds[1][lane.replica] if after == "F" else feeds[0][lane.replica]
+            for other in others:
+                ready = self.done.get((after, peer, batch, other))
+                if ready is None:
+                    return None
+                latest = max(latest, self._delivered(ready, edge, other, lane, after))
+        return latest
+
+    def _delivered(
+        self, ready: float, edge: tuple[int, int], other: int, lane: _Lane, kind: str
+    ) -> float:
+        """When a message that was ready has come through its line."""
+        seconds = self.messages.get(edge, 0.0)
+        if self.links.group[edge[0]] == self.links.group[edge[1]] or not seconds:
+            return ready
+        line = (edge[0], other, lane.replica, kind)
+        begin = max(ready, self.line_free.get(line, 0.0))
+        self.line_free[line] = begin + seconds
+        return begin + seconds
+
+    # ---- memory ---------------------------------------------------------------------------------
+
+    def _hold(
+        self, lane: _Lane, action: Action, price: StagePrice, start: float, end: float
+    ) -> None:
+        if action.kind == "F":
+            lane.held += price.kept_bytes
+            lane.curve.append((start, lane.held))
+        elif action.kind in ("B", "W") or (action.kind == "I" and not price.weight_s):
+            lane.held -= price.kept_bytes
+            lane.curve.append((end, lane.held))
+
+    # ---- gradients, update ----------------------------------------------------------------------
+
+    def _reduce(self) -> dict[int, float]:
+        """When every rank has all its gradients."""
+        of_rank = {rank: lane for lane in self.lanes for rank in lane.ranks}
+        ready = {rank: lane.clock for rank, lane in of_rank.items()}
+        busy = dict(ready)
+        free: dict[int, float] = {}
+        released = []
+        for reduce in self.prices.reduces:
+            moments = [
+                self._released(of_rank[rank], reduce.stage, reduce.after)
+                for rank in reduce.ranks
+                if rank in of_rank
+            ]
+            released.append((max(moments, default=0.0), reduce))
+        for number, (moment, reduce) in enumerate(sorted(released, key=lambda item: item[0])):
+            begin = max([moment, *(free.get(rank, 0.0) for rank in reduce.ranks)])
+            end = _under_load(begin, reduce.seconds, [busy[r] for r in reduce.ranks if r in busy])
+            for rank in reduce.ranks:
+                free[rank] = end
+                ready[rank] = max(ready.get(rank, 0.0), end)
+            if self.keep:
+                name = f"sum of {reduce.nbytes / 1e6:.1f} MB over {len(reduce.ranks)}"
+                self._event(reduce.ranks, "reduce", f"{name} ({number})", begin, end, None)
+        return ready
+
+    def _released(self, lane: _Lane, stage: int, after: float) -> float:
+        found = lane.last_backward.get(stage)
+        if found is None:
+            return lane.clock
+        start, end = found
+        return start + after * (end - start)
+
+    # ---- the report -----------------------------------------------------------------------------
+
+    def report(self, title: str) -> Report:
+        self.run()
+        ready = self._reduce()
+        # The loss and its count are summed over all ranks before the update.
+        begin = max(ready.values(), default=0.0)
+        step = begin
+        lanes = {rank: lane for lane in self.lanes for rank in lane.ranks}
+        for device in self.prices.devices:
+            end = begin + (device.apply_s if device.rank in lanes else 0.0)
+            step = max(step, end)
+            if self.keep and end > begin:
+                self._event((device.rank,), "apply", "optimizer", begin, end, None)
+        devices = tuple(
+            self._device(rank, lanes.get(rank), begin, ready, step)
+            for rank in range(self.plan.num_ranks)
+        )
+        busy = sum(d.compute_s + d.communicate_s for d in devices)
+        applied = sum(d.apply_s for d in self.prices.devices if d.rank in lanes)
+        total = step * len(devices)
+        return Report(
+            title=title or f"model {self.plan.model_hash}",
+            strategy=self.plan.strategy,
+            cluster=self.prices.cluster,
+            batch_rows=self.plan.batch_rows,
+            num_micro_batch=self.plan.num_micro_batch,
+            schedule=self.plan.schedule.kind,
+            step_seconds=step,
+            lower_bound_seconds=self.prices.lower_bound_s,
+            joules_per_step=self._joules(devices, step),
+            bubble=max(0.0, 1.0 - (busy + applied) / total) if total else 0.0,
+            devices=devices,
+            events=tuple(sorted(self.events, key=lambda e: (e.rank, e.start_s))),
+            where_time_goes=_where(devices, applied, step),
+            notes=(
+                *(f"stage {s.index}: {len(s.layers)} layers" for s in self.plan.stages),
+                *self.prices.sources,
+                *self.plan.rejected,
+            ),
+        )
+
+    def _device(
+        self,
+        rank: int,
+        lane: _Lane | None,
+        begin: float,
+        ready: Mapping[int, float],
+        step: float,
+    ) -> DeviceReport:
+        price = self.prices.devices[rank]
+        held = [h for _, h in lane.curve] if lane is not None else []
+        activations = max(held, default=0.0)
+        inside = 0.0
+        if lane is not None:
+            inside = sum(
+                self.price[a.stage, lane.replica].collective_s * 0.5
+                for a in lane.queue
+                if a.kind in ("F", "B", "I")
+            )
+        exposed = max(0.0, ready.get(rank, 0.0) - lane.clock) if lane is not None else 0.0
+        static = price.parameter_bytes + price.gradient_bytes + price.optimizer_bytes
+        workspace = price.workspace_bytes
+        if price.scratch_bytes > activations + workspace:
+            # The update needs more than the backward did.
+            activations, workspace = 0.0, price.scratch_bytes
+        curve: list[tuple[float, int]] = [(0.0, static)]
+        curve += [(t, int(static + h)) for t, h in (lane.curve if lane is not None else [])]
+        curve += [(begin, static + price.scratch_bytes), (step, static)]
+        return DeviceReport(
+            rank=rank,
+            type=self.plan.device_types[rank],
+            node=price.node,
+            stages=self.stages[rank],
+            share=self.shares[self.roles[rank]],
+            rows=price.rows,
+            compute_s=lane.compute_s if lane is not None else 0.0,
+            communicate_s=inside + exposed,
+            memory=MemoryParts(
+                parameters=price.parameter_bytes,
+                gradients=price.gradient_bytes,
+                optimizer=price.optimizer_bytes,
+                activations=int(activations),
+                workspace=int(workspace),
+                reserve=price.reserve_bytes,
+            ),
+            capacity_bytes=price.capacity_bytes,
+            memory_curve=tuple(curve) if self.keep else (),
+            binds=price.binds,
+        )
+
+    def _joules(self, devices: Sequence[DeviceReport], step: float) -> float:
+        flops = self.prices.step_flops
+        used = [
+            min(1.0, flops * d.share / d.compute_s / self.prices.devices[d.rank].peak_flops)
+            if d.compute_s
+            else 0.0
+            for d in devices
+        ]
+        return step_joules(
+            [
+                replace(device_type(d.type), tdp_watts=self.prices.devices[d.rank].power_watts)
+                for d in devices
+            ],
+            [d.compute_s for d in devices],
+            [d.communicate_s for d in devices],
+            [max(0.0, step - d.compute_s - d.communicate_s) for d in devices],
+            used,
+        )
+
+    def _event(
+        self,
+        ranks: Sequence[int],
+        kind: str,
+        name: str,
+        start: float,
+        end: float,
+        action: Action | None,
+    ) -> None:
+        for rank in ranks:
+            self.events.append(
+                Event(
+                    rank=rank,
+                    kind=kind,
+                    name=name,
+                    start_s=start,
+                    end_s=end,
+                    stage=action.stage if action is not None else None,
+                    micro_batch=action.micro_batch if action is not None else None,
+                )
+            )
+
+
+CONTENTION = 0.5
+"""How much slower a gradient sum is while all its ranks compute: both want the same memory and
+multiprocessors. Seen on BERT-Large over two virtual GPUs of an H200, where 0.3 s of sums took
+0.5 s beside the backward; Echo (2024) fits the same effect."""
+
+
+def _under_load(begin: float, seconds: float, busy_until: Sequence[float]) -> float:
+    """When communication that starts at `begin` ends; ranks that still compute slow it down."""
+    clock, left = begin, seconds
+    for until in sorted(t for t in busy_until if t > begin):
+        loaded = sum(t > clock for t in busy_until) / len(busy_until)
+        speed = 1.0 - CONTENTION * loaded
+        if left <= (until - clock) * speed:
+            return clock + left / speed
+        left -= (until - clock) * speed
+        clock = until
+    return clock + left
+
+
+def _seconds(price: StagePrice, action: Action) -> float:
+    if action.kind == "F":
+        return price.forward_s
+    if action.kind == "B":
+        return price.backward_s
+    return price.weight_s if action.kind == "W" else price.backward_s - price.weight_s
+
+
+def _communicated(price: StagePrice) -> float:
+    """The share of a lane's time inside a stage that is communication."""
+    total = price.forward_s + price.backward_s
+    return price.collective_s / total if total else 0.0
+
+
+def _overlaps(
+    plan: Plan, producer: int, consumer: int, rows: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Replicas that share rows: of the consumer by producer replica, and the other way round."""
+    left = plan.stages[producer].virtual_device.row_cuts(rows)
+    right = plan.stages[consumer].virtual_device.row_cuts(rows)
+
+    if left == right:
+        same = tuple((i,) if left[i] < left[i + 1] else () for i in range(len(left) - 1))
+        return same, same
+
+    def meet(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(j for j in range(len(b) - 1) if max(a[i], b[j]) < min(a[i + 1], b[j + 1]))
+            for i in range(len(a) - 1)
+        )
+
+    return meet(left, right), meet(right, left)
+
+
+def _where(devices: Sequence[DeviceReport], applied: float, step: float) -> dict[str, float]:
+    count = len(devices) or 1
+    compute = sum(d.compute_s for d in devices) / count
+    communicate = sum(d.communicate_s for d in devices) / count
+    update = applied / count
+    return {
+        "compute": compute,
+        "communication": communicate,
+        "update": update,
+        "waiting": max(0.0, step - compute - communicate - update),
+    }

@@ -1,0 +1,1 @@
+"""Report -> something to look at: a table, a trace, a page. Draws only, decides nothing."""
