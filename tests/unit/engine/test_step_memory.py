@@ -6,7 +6,7 @@ import gc
 from functools import partial
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import whale as wh
