@@ -51,6 +51,9 @@ class Attention(nn.Module):
             rows = [F.layer_norm(y, y.shape[-1:]) for y in rows]
         if self.kind == "count under another name":
             q, k, v = (y.view(B, -1, self.h, WIDTH).transpose(1, 2) for y in rows)
+        elif self.kind == "scale by the number of heads":
+            q, k, v = (y.view(B, T, self.num_heads, -1).transpose(1, 2) for y in rows)
+            q = q * (DIM / self.num_heads)
         elif self.kind == "width under another name":
             q, k, v = (y.view(B, T, self.h, -1).transpose(1, 2) for y in rows)
         else:
@@ -313,6 +316,7 @@ CASES: dict[str, Case] = {
     "norm": _attention("norm"),
     "norm of all heads": _attention("norm of all heads"),
     "scale": _attention("scale"),
+    "scale by the number of heads": _attention("scale by the number of heads"),
     "count under another name": _attention("count under another name"),
     "width under another name": _attention("width under another name"),
     "fused": Case(make=partial(Model, partial(Fused, by_head=False)), by_heads=True),

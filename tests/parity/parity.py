@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -111,8 +112,7 @@ def worst_errors(results: list[Any], truth: Reference, *, with_gradients: bool) 
         assert result["untouched"], f"rank {rank}: the user's module was changed"
         for got, want in zip(result["losses"], truth.losses, strict=True):
             error = abs(got - want) / max(abs(want), 1e-12)
-            # Turned round, so that an error that is no number counts.
-            worst["loss"] = worst["loss"] if error <= worst["loss"] else error
+            worst["loss"] = max(worst["loss"], _counted(error))
         pairs = [("weight", result["state"], truth.state_dict)]
         if with_gradients:
             pairs.append(("gradient", result["gradients"], truth.gradients))
@@ -123,10 +123,15 @@ def worst_errors(results: list[Any], truth: Reference, *, with_gradients: bool) 
                 if not want.is_floating_point():
                     assert torch.equal(got_all[name], want), (kind, name, rank)
                     continue
-                error = relative_error(got_all[name], want, largest)
-                if not error <= worst[kind]:
+                error = _counted(relative_error(got_all[name], want, largest))
+                if error > worst[kind]:
                     worst[kind] = error
                     worst["where"] = f"{kind} {name} on rank {rank}"
     for key in ("split_share", "rows", "stages"):
         worst[key] = results[0].get(key)
     return worst
+
+
+def _counted(error: float) -> float:
+    """An error that is not a number is the greatest of all, and not less than any tolerance."""
+    return math.inf if math.isnan(error) else error

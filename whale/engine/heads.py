@@ -255,8 +255,10 @@ class Follower:
 
 
 _MORE_ELEMENTWISE = _ELEMENTWISE - {"to", "float", "type_as"} | frozenset(
-    "abs clamp cos sin sqrt rsqrt log sigmoid masked_fill where half double bfloat16".split()
+    "abs clamp cos sin sqrt rsqrt log masked_fill where half double bfloat16".split()
 )
+COMPUTES = _MORE_ELEMENTWISE | {ATTENTION}
+"""Functions whose numbers are part of what they compute, not sizes."""
 
 
 def _dim(op: Op, position: int, name: str, dims: int, default: int | None = None) -> int | None:
