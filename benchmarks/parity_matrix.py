@@ -27,11 +27,15 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--only", default="", help="model/layout pairs, by commas; default: all")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     rows: list[str] = []
     failed = missing = 0
+    chosen = options.only.split(",") if options.only else []
     for case, layout in MATRIX:
+        if chosen and f"{case}/{layout}" not in chosen:
+            continue
         ranks = LAYOUTS[layout].num_ranks
         if (case, layout) in REFUSED:
             rows.append(f"| {case} | {layout} | {ranks} | refused, with the reason | | | |")
