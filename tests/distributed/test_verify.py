@@ -433,3 +433,16 @@ def test_command_bad_input(
     assert out == ""
     assert message in err
     assert "Traceback" not in err
+
+
+def test_batch_norm_after_a_split_linear_keeps_its_gradient() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
+    )
+    wh.annotate(model, {"": (wh.replicate(4), wh.split(2))})
+    batch = torch.randn(7, 6), torch.randint(4, (7,))
+    verdict = wh.verify(
+        model, cluster="1x4xCPU", batch=batch, loss=torch.nn.functional.cross_entropy, steps=1
+    )
+    assert verdict.ok, str(verdict)

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from whale.nn import batch_norm_cuda
+from whale.nn.column_shard import plain
 from whale.runtime.collectives import all_sum, gather
 from whale.runtime.groups import communicator
 
@@ -30,6 +31,7 @@ class SyncedBatchNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The replaced forward."""
         module = self.module
+        x = plain(x)  # sharded columns would not reach the gradients of the statistics
         module._check_input_dim(x)
         if not module.training and module.running_mean is not None:
             out: torch.Tensor = type(module).forward(module, x)
