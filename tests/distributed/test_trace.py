@@ -47,6 +47,10 @@ CASES = [
     ("hf_gpt2", "data-tensor"),
     ("resnet", "tensor"),
     ("resnet", "head"),
+    ("resnet", "data-tensor"),
+    ("resnet", "data-tensor-uneven"),
+    ("resnet", "3d"),
+    ("resnet", "colocated"),
     ("encdec", "tensor"),
     ("lstm", "head"),
 ]

@@ -226,31 +226,17 @@ class _Pricer:
         if not layer.num_norms and not self.plan.taskgraphs[layer.taskgraph].splits:
             return 0.0
         rows = self.part(layer.taskgraph, rank).rows
-        seconds, norms = 0.0, layer.num_norms
-        taskgraph = self.plan.taskgraphs[layer.taskgraph]
-        bridged = taskgraph.virtual_device != stage.virtual_device
-        gathered = False
-        for action in layer_actions(self.plan, rank, stage, layer, backward=backward):
-            if action.kind != "collective":
-                continue
-            if norms:
-                norms -= 1
-                nbytes = float(_NORM_BYTES)
-            elif any(option.joined == "loss" for option in found.splits):
-                # Vocabulary parallel: inputs are gathered and their gradients summed; of the
-                # logits, only a few numbers per row travel.
-                whole = (backward and action.name != "all_gather") or (
-                    bridged and not backward and not gathered
-                )
-                gathered = gathered or action.name == "all_gather"
-                nbytes = found.read.at(rows) if whole else _ROW_BYTES * rows
-            else:
-                outputs = action.name == "all_reduce" or action.name == "reduce_scatter"
-                if not bridged:
-                    outputs = True
-                nbytes = found.made.at(rows) if outputs != backward else found.read.at(rows)
-            seconds += self._collective(action.name, action.ranks, nbytes)
-        return seconds
+        nbytes = {
+            "input": found.read.at(rows),
+            "output": found.made.at(rows),
+            "row": _ROW_BYTES * rows,
+            "statistics": float(_NORM_BYTES),
+        }
+        return sum(
+            self._collective(action.name, action.ranks, nbytes[action.carries])
+            for action in layer_actions(self.plan, rank, stage, layer, backward=backward)
+            if action.kind == "collective"
+        )
 
     def _collective(self, name: str, ranks: tuple[int, ...], nbytes: float) -> float:
         fabric = self.costs.fabric

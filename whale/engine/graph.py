@@ -70,6 +70,11 @@ def graph_of(
     by_id = {id(p): name for name, p in model.named_parameters()}
     graph_layers = []
     for path in order:
+        norms = [
+            name
+            for name, module in layers[path].named_modules(prefix=path)
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ]
         found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
         shapes = example.shapes if (example := examples.get(path)) is not None else []
         graph_layers.append(
@@ -78,9 +83,7 @@ def graph_of(
                 kind=type(layers[path]).__name__,
                 taskgraph=next(i for i, (_, paths) in enumerate(groups) if path in paths),
                 params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
-                num_norms=sum(
-                    isinstance(m, nn.modules.batchnorm._BatchNorm) for m in layers[path].modules()
-                ),
+                num_norms=len(norms),
                 signature=signature(layers[path], found, shapes),
                 **found,
                 splits=tuple(
@@ -88,6 +91,7 @@ def graph_of(
                         option,
                         dims=_batch_dims(option, first, second),
                         joined=_joined(option, path, program),
+                        norms_before=_norms_before(option, norms, first),
                     )
                     for option in first.options.get(path, ())
                 ),
@@ -103,6 +107,14 @@ def graph_of(
         ),
         nodes=_nodes(program, index, by_id_names=set(by_id.values())) if program else (),
     )
+
+
+def _norms_before(option: SplitOption, norms: list[str], run: Run) -> int:
+    """Batch norms that were done before the option's last module was."""
+    done = list(run.shapes)
+    if option.modules[-1] not in run.shapes:
+        return 0
+    return len(set(norms) & set(done[: done.index(option.modules[-1])]))
 
 
 def _batch_dims(option: SplitOption, first: Run, second: Run) -> BatchDims:

@@ -21,60 +21,79 @@ class SubAction:
     kind: str
     name: str
     ranks: tuple[int, ...] = ()
+    carries: str = ""
+    """What a collective moves: a Layer's `input` or `output`, a few numbers per `row`, or a batch
+    norm's `statistics`."""
 
     def __str__(self) -> str:
         where = f"@{','.join(map(str, self.ranks))}" if self.ranks else ""
         return f"{self.kind}:{self.name}{where}"
 
 
-# (forward, backward) collectives of a split, `*` times the number of inputs that need a gradient.
+# (forward, backward) collectives of a split and what each carries; `*` times the number of inputs
+# that need a gradient.
 _INSIDE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "pair": (("all_reduce",), ("all_reduce*",)),
-    "attention": (("all_reduce",), ("all_reduce*",)),
-    "multihead": (("all_reduce",), ("all_reduce*",)),
-    "embedding": (("all_reduce",), ()),
-    "conv": (("all_gather",), ("all_reduce*",)),
-    "column": (("all_gather",), ("all_reduce*",)),
-    "column/loss": (("all_gather", "all_reduce", "all_reduce"), ("all_reduce*",)),
+    "pair": (("all_reduce output",), ("all_reduce* input",)),
+    "attention": (("all_reduce output",), ("all_reduce* input",)),
+    "multihead": (("all_reduce output",), ("all_reduce* input",)),
+    "embedding": (("all_reduce output",), ()),
+    "conv": (("all_gather output",), ("all_reduce* input",)),
+    "column": (("all_gather output",), ("all_reduce* input",)),
+    "column/loss": (("all_gather row", "all_reduce row", "all_reduce row"), ("all_reduce* input",)),
 }
 # The same where the split spans several data parallel replicas: `+` per input that has rows.
 _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "pair": (("all_gather", "reduce_scatter"), ("all_gather", "reduce_scatter*")),
-    "attention": (("all_gather+", "all_reduce"), ("all_gather", "all_reduce*")),
-    "multihead": (("all_gather+", "all_reduce"), ("all_gather", "all_reduce*")),
-    "embedding": (("all_gather", "reduce_scatter"), ("all_gather",)),
-    "conv": (("all_gather", "all_to_all"), ("all_to_all", "reduce_scatter*")),
-    "column": (("all_gather", "all_to_all"), ("all_to_all", "reduce_scatter*")),
+    "pair": (
+        ("all_gather input", "reduce_scatter output"),
+        ("all_gather output", "reduce_scatter* input"),
+    ),
+    "attention": (
+        ("all_gather+ input", "all_reduce output"),
+        ("all_gather output", "all_reduce* input"),
+    ),
+    "multihead": (
+        ("all_gather+ input", "all_reduce output"),
+        ("all_gather output", "all_reduce* input"),
+    ),
+    "embedding": (("all_gather input", "reduce_scatter output"), ("all_gather output",)),
+    "conv": (
+        ("all_gather input", "all_to_all output"),
+        ("all_to_all output", "reduce_scatter* input"),
+    ),
+    "column": (
+        ("all_gather input", "all_to_all output"),
+        ("all_to_all output", "reduce_scatter* input"),
+    ),
     "column/loss": (
-        ("all_gather", "all_gather", "all_gather", "all_reduce", "all_reduce"),
-        ("reduce_scatter*",),
+        (
+            "all_gather input",
+            "all_gather row",
+            "all_gather row",
+            "all_reduce row",
+            "all_reduce row",
+        ),
+        ("reduce_scatter* input",),
     ),
 }
-# The loss of a bridged vocabulary split belongs to the glue after the Layer: its part of backward
-# comes before.
-_LOSS_BACKWARD = "all_gather"
 
 
 def split_collectives(
-    split: SplitLayer, *, bridged: bool, backward: bool
-) -> tuple[str, ...] | None:
-    """The collectives of one sharded module, in order.
-
-    None for a user's own rule, which only the user knows.
-    """
+    split: SplitLayer, ranks: tuple[int, ...], *, bridged: bool, backward: bool
+) -> list[SubAction]:
+    """The collectives of one sharded module, in order; none known for a user's own rule."""
     key = "column/loss" if (split.rule, split.joined) == ("column", "loss") else split.rule
     table = _BRIDGED if bridged else _INSIDE
-    if key not in table:
-        return None
-    found: list[str] = []
-    for kind in table[key][backward]:
-        if kind.endswith("*"):
-            found += [kind[:-1]] * split.entered
-        elif kind.endswith("+"):
-            found += [kind[:-1]] * sum(dim is not None for dim in split.dims[0])
-        else:
-            found.append(kind)
-    return tuple(found)
+    found: list[SubAction] = []
+    for entry in table.get(key, ((), ()))[backward]:
+        name, carries = entry.split()
+        times = 1
+        if name.endswith("*"):
+            times = split.entered
+        elif name.endswith("+"):
+            times = sum(dim is not None for dim in split.dims[0])
+        action = SubAction(kind="collective", name=name.rstrip("*+"), ranks=ranks, carries=carries)
+        found += [action] * times
+    return found
 
 
 def layer_actions(
@@ -89,22 +108,38 @@ def layer_actions(
     rows = next(
         g for g in sum_groups([r.ranks for r in stage.virtual_device.replicas]) if rank in g.ranks
     )
-    if len(rows.ranks) > 1:
-        # Batch norm gathers its statistics, and sums what their gradient needs.
-        name = "all_reduce" if backward else "all_gather"
-        norm = SubAction(kind="collective", name=name, ranks=rows.ranks)
-        found += [norm] * layer.num_norms
-    if rank in taskgraph.virtual_device.ranks and taskgraph.splits:
-        replica, _ = taskgraph.virtual_device.position(rank)
-        ranks = taskgraph.virtual_device.replicas[replica].ranks
-        bridged = taskgraph.virtual_device != stage.virtual_device
+    # Batch norm gathers its statistics, and sums what their gradient needs.
+    norm = SubAction(
+        kind="collective",
+        name="all_reduce" if backward else "all_gather",
+        ranks=rows.ranks,
+        carries="statistics",
+    )
+    num_norms = layer.num_norms if len(rows.ranks) > 1 else 0
+    inside: list[SplitLayer] = []
+    if rank in taskgraph.virtual_device.ranks:
         inside = [s for s in taskgraph.splits if _within(s.path, layer.path)]
-        for split in reversed(inside) if backward else inside:
-            kinds = split_collectives(split, bridged=bridged, backward=backward) or ()
-            found += [SubAction(kind="collective", name=k, ranks=ranks) for k in kinds]
-            if backward and bridged and split.joined == "loss":
-                found.insert(0, SubAction(kind="collective", name=_LOSS_BACKWARD, ranks=ranks))
-    return found
+    if not inside:
+        return found + [norm] * num_norms
+    replica, _ = taskgraph.virtual_device.position(rank)
+    ranks = taskgraph.virtual_device.replicas[replica].ranks
+    bridged = taskgraph.virtual_device != stage.virtual_device
+    if backward and bridged and any(split.joined == "loss" for split in inside):
+        # The loss of a bridged vocabulary split belongs to the glue after the Layer: its part of
+        # the backward comes before.
+        loss = SubAction(kind="collective", name="all_gather", ranks=ranks, carries="row")
+        found.insert(0, loss)
+    # Norms and splits in the order they run: forward up, backward down.
+    steps: list[SubAction] = []
+    given = 0
+    for split in inside:
+        before = min(split.norms_before, num_norms)
+        steps += [norm] * (before - given)
+        there = split_collectives(split, ranks, bridged=bridged, backward=backward)
+        steps += reversed(there) if backward else there
+        given = max(given, before)
+    steps += [norm] * (num_norms - given)
+    return found + (steps[::-1] if backward else steps)
 
 
 def _within(path: str, layer: str) -> bool:

@@ -64,6 +64,8 @@ class SplitOption:
     joined: str = "gather"
     """What becomes of a lone column split's output: `gather`, or `loss` (vocabulary parallel);
     `returned` while capture only knows that it is its Layer's output."""
+    norms_before: int = 0
+    """Batch norms of its Layer that run before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +296,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
                 "inside": list(o.inside),
                 "entered": o.entered,
                 "joined": o.joined,
+                "norms_before": o.norms_before,
                 "params": {name: sharding.to_dict() for name, sharding in o.params},
             }
             for o in layer.splits
@@ -328,6 +331,7 @@ def _layer_from(data: dict[str, Any]) -> Layer:
                 inside=tuple(o["inside"]),
                 entered=o["entered"],
                 joined=o["joined"],
+                norms_before=o["norms_before"],
                 params=tuple(
                     (name, DimSharding.from_dict(sharding))
                     for name, sharding in o["params"].items()

@@ -52,6 +52,8 @@ class SplitLayer:
     """Distinct inputs that need a gradient."""
     joined: str = "gather"
     """What a lone column split's output meets: `gather` or `loss`."""
+    norms_before: int = 0
+    """Batch norms of its Layer that run before it."""
 
     def units(self, replica: int, shard: int) -> tuple[int, int]:
         """The units [low, high) of one shard."""
@@ -249,6 +251,7 @@ class Plan:
                             "inside": list(s.inside),
                             "entered": s.entered,
                             "joined": s.joined,
+                            "norms_before": s.norms_before,
                             "params": {name: d.to_dict() for name, d in s.params},
                         }
                         for s in t.splits
@@ -409,6 +412,7 @@ def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:
                 inside=tuple(s["inside"]),
                 entered=s["entered"],
                 joined=s["joined"],
+                norms_before=s["norms_before"],
                 params=tuple((name, DimSharding.from_dict(d)) for name, d in s["params"].items()),
             )
             for s in data["splits"]

@@ -122,6 +122,7 @@ def _cut(option: SplitOption, device: VirtualDevice, shares: Shares) -> SplitLay
         inside=option.inside,
         entered=option.entered,
         joined=option.joined,
+        norms_before=option.norms_before,
     )
 
 
