@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.virtual_gpus import RanksFailedError, start_ranks
+from benchmarks.virtual_gpus import RanksFailedError, one_node, start_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ RUNS: Mapping[str, Run] = {
     "50-50-memory": Run(shares=(50, 50), experiments="memory", memory=("70G", "14G")),
     "25x4-memory": Run(shares=(25, 25, 25, 25), experiments="head-1m", memory=("22G",) * 4),
     "66-33": Run(shares=(66, 33), experiments="bert,gnmt,bert-pipeline,t5-pipeline,resnet"),
-    "40-20-20-20": Run(shares=(40, 20, 20, 20), experiments="bert-pipeline,t5-pipeline,head,bert"),
+    "70-30": Run(shares=(70, 30), experiments="resnet-local"),
+    "40-20-20-20": Run(shares=(40, 20, 20, 20), experiments="bert-pipeline,head,bert-4"),
 }
 
 
@@ -45,6 +46,11 @@ def main() -> int:
     parser.add_argument("--experiments", help="instead of all of a run's")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--size", default="gpu", choices=("gpu", "tiny"))
+    parser.add_argument(
+        "--symmetric",
+        action="store_true",
+        help="sums through symmetric memory: the ranks are one node with NVLink, not hosts",
+    )
     parser.add_argument("--timeout", type=float, default=500.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path, nargs="+")
@@ -61,6 +67,10 @@ def main() -> int:
             lines = Path(folder) / "lines.jsonl"
             arguments = ["--experiments", options.experiments or chosen.experiments]
             arguments += ["--size", options.size, "--device", options.device, "--out", str(lines)]
+            environment = {}
+            if options.symmetric:
+                arguments.append("--symmetric")
+                environment = one_node(len(chosen.shares))
             try:
                 start_ranks(
                     chosen.shares,
@@ -68,6 +78,7 @@ def main() -> int:
                     arguments,
                     memory=chosen.memory if options.device == "cuda" else None,
                     device=options.device,
+                    environment=environment,
                     timeout=options.timeout,
                 )
             except RanksFailedError as error:
@@ -76,6 +87,7 @@ def main() -> int:
             found = lines.read_text().splitlines() if lines.exists() else []
         for line in found:
             row = {"run": name, "shares": chosen.shares, "memory": chosen.memory}
+            row["network"] = "shared memory" if options.symmetric else "sockets"
             row |= json.loads(line)
             print(_line(row), flush=True)
             if options.out is not None:
@@ -109,25 +121,29 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         "",
         "`python -m benchmarks.heterogeneous --out F.jsonl`, then `--page F.jsonl --to` this file.",
         f"{datetime.now(UTC):%Y-%m-%d}, one NVIDIA H200 as several virtual GPUs (CUDA MPS: the "
-        "shares are percent of its SMs), NCCL over loopback sockets, torch 2.11, TF32 products.",
+        "shares are percent of its SMs), torch 2.11, TF32 products. Network: `sockets` is NCCL "
+        "over the loopback device, as between hosts; `shared memory` is "
+        "`communication.symmetric_memory`, as NVLink inside one.",
         "",
         "## Data parallel",
         "",
         "The bound is (slowest compute under the equal split + c) / (balanced compute + c). "
         "Compute is measured in the runs themselves, the balanced one from the speeds of the "
         "aware run, in which all ranks are at work; c is what that run takes beside it: "
-        "communication that nothing hides, and the update. Replicas of ResNet meet in every batch "
-        "norm, and GNMT was measured before the computes were: for both the speeds are those of a "
+        "communication that nothing hides, and the update. Marked *: replicas meet inside the "
+        "model (batch norm), so that all seem to compute as long; there the speeds are those of a "
         "plain model on all ranks at once, and c is the equal run's.",
         "",
-        "| ranks | model | equal, s | aware, s | gained | bound | of the bound | c, s | rows |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| ranks | network | model | equal, s | aware, s | gained | bound | of the bound | c, s "
+        "| rows |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found:
         if "bound" in row:
             equal, aware = row["sides"]["equal"], row["sides"]["aware"]
             lines.append(
-                f"| {_ranks(row)} | {row['model']} | {equal['measured_s']:.3f} | "
+                f"| {_ranks(row)} | {row['network']} | {row['model']}"
+                f"{'*' if row['alone_s'] else ''} | {equal['measured_s']:.3f} | "
                 f"{aware['measured_s']:.3f} | {row['gained']:.2f}x | {row['bound']:.2f}x | "
                 f"{row['of_bound']:.1%} | {row['exposed_s']:.3f} | "
                 f"{' / '.join(map(str, aware['rows']))} |"
@@ -151,7 +167,8 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
     for row in found:
         if "data_parallel_fits" in row:
             split = row["sides"]["split"]
-            text = f"- {_ranks(row)}, {row['model']}: replicate + split {split['measured_s']:.3f} s"
+            text = f"- {_ranks(row)}, {row['network']}, {row['model']}: replicate + split "
+            text += f"{split['measured_s']:.3f} s"
             if row["data_parallel_fits"]:
                 data = row["sides"]["data"]
                 text += f", data parallel {data['measured_s']:.3f} s: {row['gained']:.2f}x."
@@ -176,35 +193,22 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         "",
         "## Predicted against measured",
         "",
-        "Predictions come from a calibration of single Layers and links, none from these runs. "
-        "'not clean': an earlier Step's memory was still held in that process.",
+        "Predictions come from a calibration of single Layers and links, none from these runs.",
         "",
-        "| ranks | model | plan | predicted, s | measured, s | error | peak memory, worst error |",
-        "|---|---|---|---|---|---|---|",
+        "| ranks | network | model | plan | predicted, s | measured, s | error "
+        "| peak memory, worst error |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in found:
         for name, side in row["sides"].items():
             worst = max(side["memory_errors"], key=abs, default=None)
-            memory = f"{worst:+.1%}" if worst is not None else "not clean"
+            memory = f"{worst:+.1%}" if worst is not None else "not measured"
             lines.append(
-                f"| {_ranks(row)} | {row['model']} | {name} | {side['predicted_s']:.3f} | "
+                f"| {_ranks(row)} | {row['network']} | {row['model']} | {name} "
+                f"| {side['predicted_s']:.3f} | "
                 f"{side['measured_s']:.3f} | {side['time_error']:+.1%} | {memory} |"
             )
-    lines += ["", *NOTES]
     return "\n".join(lines) + "\n"
-
-
-NOTES = (
-    "## What misses, and why",
-    "",
-    "- ResNet-50 (86 % of its bound) and the predictions of both heads: replicas meet in 53 batch "
-    "norms per direction, and a small collective between computes takes about 0.8 ms here, where "
-    "the calibration of these runs, which made them back to back, said 0.1 to 0.2 ms. `whale "
-    "calibrate` now puts compute between them; the runs were not repeated.",
-    "- Peak memory of the heads (-8.9 %, -14.7 %): the gradient of the largest weight is made "
-    "beside the one it is added to (0.8 and 2.0 GB). The memory model now has it; not repeated.",
-    "- GNMT at 94.2 % instead of 95 %: 0.14 s of sums and update in a step of 1.16 s.",
-)
 
 
 def _ranks(row: Mapping[str, Any]) -> str:

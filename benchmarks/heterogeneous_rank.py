@@ -45,26 +45,36 @@ class Size:
     """Of one micro-batch."""
     num_micro_batch: int
     seq: int | None = None
+    batch_norm: str = "global"
+
+    @property
+    def about(self) -> str:
+        """For the table."""
+        return self.preset + (", local norms" if self.batch_norm == "local" else "")
 
 
 SIZES: Mapping[str, Mapping[str, Size]] = {
     "gpu": {
         "bert": Size(preset="bert-large", rows=192, num_micro_batch=28, seq=128),
-        "gnmt": Size(preset="gnmt", rows=768, num_micro_batch=5, seq=50),
+        "gnmt": Size(preset="gnmt", rows=768, num_micro_batch=10, seq=50),
         "resnet": Size(preset="resnet-50", rows=1024, num_micro_batch=3),
+        "resnet-local": Size(preset="resnet-50", rows=1024, num_micro_batch=3, batch_norm="local"),
         "bert-pipeline": Size(preset="bert-large", rows=24, num_micro_batch=16, seq=128),
         "t5-pipeline": Size(preset="t5-large", rows=4, num_micro_batch=12, seq=512),
-        "head": Size(preset="resnet-50-100k", rows=256, num_micro_batch=1),
-        "head-1m": Size(preset="resnet-50-1m", rows=64, num_micro_batch=1),
+        "bert-4": Size(preset="bert-large", rows=192, num_micro_batch=14, seq=128),
+        "head": Size(preset="resnet-50-100k", rows=256, num_micro_batch=1, batch_norm="local"),
+        "head-1m": Size(preset="resnet-50-1m", rows=192, num_micro_batch=1, batch_norm="local"),
         "memory": Size(preset="bert-large", rows=192, num_micro_batch=2, seq=128),
     },
     "tiny": {
         "bert": Size(preset="bert-tiny", rows=24, num_micro_batch=2),
         "gnmt": Size(preset="gnmt-tiny", rows=24, num_micro_batch=2),
         "resnet": Size(preset="resnet-tiny", rows=24, num_micro_batch=2),
+        "resnet-local": Size(preset="resnet-tiny", rows=24, num_micro_batch=2, batch_norm="local"),
         "bert-pipeline": Size(preset="bert-tiny", rows=6, num_micro_batch=4),
         "t5-pipeline": Size(preset="t5-tiny", rows=6, num_micro_batch=4),
-        "head": Size(preset="resnet-tiny", rows=16, num_micro_batch=1),
+        "bert-4": Size(preset="bert-tiny", rows=24, num_micro_batch=2),
+        "head": Size(preset="resnet-tiny", rows=16, num_micro_batch=1, batch_norm="local"),
         "head-1m": Size(preset="resnet-tiny", rows=16, num_micro_batch=1),
         "memory": Size(preset="bert-tiny", rows=16, num_micro_batch=2),
     },
@@ -75,13 +85,22 @@ class Bench:
     """What the experiments share: the device, the profile without Layers, a folder."""
 
     def __init__(
-        self, sizes: Mapping[str, Size], device: torch.device, folder: Path, out: Path
+        self,
+        sizes: Mapping[str, Size],
+        device: torch.device,
+        folder: Path,
+        out: Path,
+        *,
+        symmetric: bool,
     ) -> None:
+        self.symmetric = symmetric
         self.sizes, self.device, self.folder, self.out = sizes, device, folder, out
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.cluster = discover()
         started = time.monotonic()
-        self.base = calibrate(device=device, dtypes=("float32",), repeats=3)
+        self.base = calibrate(
+            device=device, dtypes=("float32",), repeats=3, symmetric_memory=symmetric
+        )
         self.say(
             "calibrated",
             seconds=time.monotonic() - started,
@@ -176,7 +195,11 @@ class Bench:
             loss=chosen.loss,
             plan=plan,
             cluster=self.cluster,
-            config={"check_parts": False, "timeout_seconds": 120.0},
+            config={
+                "check_parts": False,
+                "timeout_seconds": 120.0,
+                "communication.symmetric_memory": self.symmetric,
+            },
         )
 
     def plan(self, size: Size, model: nn.Module, batch: Any, path: Path, **config: Any) -> Any:
@@ -190,6 +213,7 @@ class Bench:
             config={
                 "pipeline.num_micro_batch": size.num_micro_batch,
                 "cluster.profile": str(path),
+                "communication.batch_norm": size.batch_norm,
                 **{key.replace("__", "."): value for key, value in config.items()},
             },
         )
@@ -261,7 +285,8 @@ def data(bench: Bench, name: str) -> dict[str, Any]:
     rows = (low, equal_rows, (equal_rows + high) // 2)
     # Replicas that meet in every batch norm all seem to compute as long: their speed shows alone.
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    alone = bench.alone(size, equal_rows) if norms else None
+    meet = (norms and size.batch_norm == "global") or bench.symmetric
+    alone = bench.alone(size, equal_rows) if meet else None
     path = bench.profile(name, model, batch, chosen.loss, rows)
     plans = {
         "equal": bench.plan(size, model, batch, path, cluster__balance="equal"),
@@ -282,7 +307,7 @@ def data(bench: Bench, name: str) -> dict[str, Any]:
     bound = (slowest + exposed) / (balanced + exposed)
     gained = equal["measured_s"] / aware["measured_s"]
     return {
-        "model": size.preset,
+        "model": size.about,
         "sides": found,
         "alone_s": alone,
         "exposed_s": exposed,
@@ -318,7 +343,7 @@ def pipeline(bench: Bench, name: str) -> dict[str, Any]:
     found = bench.race(size, plans, batch)
     gained = found["even"]["measured_s"] / found["aware"]["measured_s"]
     stages = [[len(s.layers), list(s.virtual_device.ranks)] for s in plans["aware"][1].stages]
-    return {"model": size.preset, "sides": found, "gained": gained, "stages": stages}
+    return {"model": size.about, "sides": found, "gained": gained, "stages": stages}
 
 
 def even_stages(model: nn.Module, paths: Sequence[str], count: int) -> None:
@@ -355,7 +380,7 @@ def head(bench: Bench, name: str) -> dict[str, Any]:
     found = bench.race(size, sides, batch)
     gained = found["data"]["measured_s"] / found["split"]["measured_s"] if fits else None
     return {
-        "model": size.preset,
+        "model": size.about,
         "sides": found,
         "gained": gained,
         "data_parallel_fits": fits,
@@ -385,7 +410,7 @@ def memory(bench: Bench, name: str) -> dict[str, Any]:
     if not failure:
         dist.all_gather_object(everyone, failure)
     return {
-        "model": size.preset,
+        "model": size.about,
         "sides": found,
         "equal_predicted_fits": equal.predicted["fits"],
         "equal_predicted_peaks": list(equal.peak_bytes),
@@ -397,8 +422,10 @@ def memory(bench: Bench, name: str) -> dict[str, Any]:
 
 EXPERIMENTS: Mapping[str, Callable[[Bench, str], dict[str, Any]]] = {
     "bert": data,
+    "bert-4": data,
     "gnmt": data,
     "resnet": data,
+    "resnet-local": data,
     "bert-pipeline": pipeline,
     "t5-pipeline": pipeline,
     "head": head,
@@ -414,13 +441,16 @@ def main() -> None:
     parser.add_argument("--size", default="gpu", choices=tuple(SIZES))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--symmetric", action="store_true")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = False
     wh.init({"timeout_seconds": 120.0}, device=options.device)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(SIZES[options.size], device, Path(folder), options.out)
+        bench = Bench(
+            SIZES[options.size], device, Path(folder), options.out, symmetric=options.symmetric
+        )
         for name in options.experiments.split(","):
             started = time.monotonic()
             try:

@@ -114,6 +114,14 @@ def start_ranks(
     return outputs
 
 
+def one_node(num_ranks: int) -> dict[str, str]:
+    """Variables with which the ranks are one node whose GPUs map each other's memory."""
+    return {
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    }
+
+
 @contextlib.contextmanager
 def mps(folder: Path) -> Iterator[dict[str, str]]:
     """A CUDA MPS daemon in a private folder; gives the variables its clients need."""

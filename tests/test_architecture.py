@@ -32,9 +32,10 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "nn": frozenset({"errors", "ir", "runtime"}),
     "engine": frozenset({"errors", "config", "ir", "annotations", "runtime", "nn"}),
     "models": frozenset({"errors", "annotations", "nn"}),
+    "datasets": frozenset({"errors"}),
 }
-MAY_IMPORT_ANYTHING = frozenset({"parallel", "verification", "cli"})
-TORCH_FREE = frozenset({"errors", "config", "ir", "cost", "sim", "planner", "viz"})
+MAY_IMPORT_ANYTHING = frozenset({"parallel", "verification", "training", "cli"})
+TORCH_FREE = frozenset({"errors", "config", "ir", "cost", "sim", "planner", "viz", "datasets"})
 
 Imports = dict[str, frozenset[str]]
 

@@ -169,6 +169,10 @@ class CommunicationConfig(_Group):
     """Clip reduced gradients. Always so in Whale; EPL's default was False."""
     gradients_reduce_method: str = _setting("mean", choices=("mean", "sum"))
     """Divide the summed gradients by the global count of samples or valid tokens, or do not."""
+    batch_norm: str = _setting("global", choices=("global", "local"))
+    """Normalise by all replicas' rows, as one device does, or each by its own, as DDP does."""
+    symmetric_memory: bool = _setting(False)
+    """Sum through memory the GPUs of a node share, where NCCL's latency counts; NVLink only."""
     fp16: bool = _setting(False, missing="low precision communication")
     """Reduce and exchange in half precision."""
     fp16_scale: int = _setting(128, missing="low precision communication")
@@ -387,15 +391,11 @@ def _unknown_key(key: str, known: Iterable[str], *, spelled: str | None = None) 
     near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
     suggestion = near[0] if near else None
     if suggestion and spelled:
-        suggestion = _environment_name(suggestion)
+        suggestion = ENVIRONMENT_PREFIX + suggestion.replace(".", "_").upper()
     return ConfigError(
         f"unknown setting {shown!r}",
         hint=f"did you mean {suggestion!r}?" if suggestion else f"settings: {', '.join(known)}",
     )
-
-
-def _environment_name(key: str) -> str:
-    return ENVIRONMENT_PREFIX + key.replace(".", "_").upper()
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:

@@ -139,6 +139,7 @@ def parallelize(
         device=_local_device(settings),
         seed=settings.seed,
         timeout=timedelta(seconds=settings.timeout_seconds),
+        symmetric=settings.communication.symmetric_memory,
         outputs=names,
     )
     group = _group_of(plan, rank)

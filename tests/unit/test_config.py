@@ -40,6 +40,8 @@ DEFAULTS = {
     "communication.sparse_as_dense": False,
     "communication.clip_after_allreduce": True,
     "communication.gradients_reduce_method": "mean",
+    "communication.batch_norm": "global",
+    "communication.symmetric_memory": False,
     "communication.fp16": False,
     "communication.fp16_scale": 128,
     "io.drop_last": False,

@@ -224,14 +224,22 @@ class CostModel:
         known = device_type(self.cluster.devices[rank].type).flops_per_s
         return known.get(name, known["float32"]) * self.cluster.devices[rank].speed
 
+    def kept_bytes(self, index: int, rank: int, rows: float, part: float = 1.0) -> float:
+        """Bytes a Layer's forward leaves for the backward, where a rank has a part of its width.
+
+        Measured where it was: which kernel runs, and so what it keeps, is the device's choice.
+        """
+        layer = self.graph.layers[index]
+        measured = self._measured(layer, self._kinds[rank])
+        if measured is not None and measured.kept is not None:
+            kept = measured.kept.at(rows)
+        else:
+            kept = layer.kept.at(rows)
+        return kept * (_kept_part(layer, part) if layer.splits else 1.0)
+
 
 CONTEXT_BYTES = 700_000_000
 """A CUDA context with cuBLAS and NCCL buffers, as seen on V100 to H200 (0.5 to 0.9 GB)."""
-
-
-def kept_bytes(layer: Layer, rows: float, part: float = 1.0) -> float:
-    """Bytes a Layer's forward leaves for the backward, where a rank has a part of its width."""
-    return layer.kept.at(rows) * (_kept_part(layer, part) if layer.splits else 1.0)
 
 
 def _kept_part(layer: Layer, part: float) -> float:

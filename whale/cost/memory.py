@@ -6,10 +6,10 @@ benchmarks/results/heterogeneous-gpu.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from whale.ir.model_graph import ModelGraph
+from whale.cost.compute import CostModel
 from whale.ir.plan import Plan
 
 ALLOCATOR_SLACK = 0.05
@@ -32,24 +32,26 @@ class Part(Protocol):
 
 def workspace_bytes(
     plan: Plan,
-    graph: ModelGraph,
+    costs: CostModel,
     index: Mapping[str, int],
     rank: int,
     part: Callable[[int, int], Part],
-    gradient_bytes: Sequence[int],
 ) -> float:
     """The most a Layer's backward holds at once beside what the forward kept.
 
     The gradient that arrives and the one that leaves are as large as the largest tensor made; a
-    weight's gradient is made beside the one it is added to.
+    weight's gradient is made beside the one it is added to. By then, what the Layers after it kept
+    is free again.
     """
     most = 0.0
     for stage in plan.stages_of(rank):
-        for layer in plan.stages[stage].layers:
-            found = graph.layers[index[layer.path]]
+        freed = 0.0
+        for layer in reversed(plan.stages[stage].layers):
+            found = costs.graph.layers[index[layer.path]]
             mine = part(layer.taskgraph, rank)
             split = found.splits and {o.rule for o in found.splits} == {"column"}
             scale = mine.width if split else 1.0
-            made = gradient_bytes[index[layer.path]] * (mine.width if found.splits else 1.0)
-            most = max(most, 2.0 * found.largest.at(mine.rows) * scale + made)
+            made = costs.gradient_bytes[index[layer.path]] * (mine.width if found.splits else 1.0)
+            most = max(most, 2.0 * found.largest.at(mine.rows) * scale + made - freed)
+            freed += costs.kept_bytes(index[layer.path], rank, mine.rows, mine.width)
     return most

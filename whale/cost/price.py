@@ -13,7 +13,7 @@ from functools import cached_property
 
 from whale.cost.bound import lower_bound_s
 from whale.cost.comm import Group
-from whale.cost.compute import CostModel, kept_bytes
+from whale.cost.compute import CostModel
 from whale.cost.crossing import crossing_bytes
 from whale.cost.memory import ALLOCATOR_SLACK, workspace_bytes
 from whale.cost.roles import groups_inside, roles, stages_by_rank
@@ -195,7 +195,10 @@ class _Pricer:
             forward += max(t[0] for t in times)
             backward += max(t[1] for t in times)
             weight += _weight_share(found) * max(t[1] for t in times)
-            kept += max(kept_bytes(found, part.rows, part.width) for part in parts.values())
+            kept += max(
+                self.costs.kept_bytes(index, rank, part.rows, part.width)
+                for rank, part in parts.items()
+            )
             there = self._collectives(stage, layer, found, ranks[0], backward=False)
             back = self._collectives(stage, layer, found, ranks[0], backward=True)
             forward += there
@@ -378,9 +381,7 @@ class _Pricer:
     def _workspace(self, rank: int) -> float:
         key = (self._roles[rank], *(self.part(t.index, rank) for t in self.plan.taskgraphs))
         if key not in self._spaces:
-            self._spaces[key] = workspace_bytes(
-                self.plan, self.graph, self.index, rank, self.part, self.costs.gradient_bytes
-            )
+            self._spaces[key] = workspace_bytes(self.plan, self.costs, self.index, rank, self.part)
         return self._spaces[key]
 
     @cached_property

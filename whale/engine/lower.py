@@ -25,7 +25,7 @@ from whale.ir.homes import rank_buckets, sum_groups
 from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan, SplitLayer
 from whale.ir.sharding import Piece
-from whale.nn.batch_norm import SyncedBatchNorm
+from whale.nn.batch_norm import OwnBatchNorm, SyncedBatchNorm
 from whale.nn.deferred import WeightQueue
 from whale.nn.forwards import replace_forward
 from whale.nn.randomness import CallNames, KeyedRandom
@@ -51,6 +51,7 @@ class Lowered:
     grads: GradientBuckets
     executor: Executor
     device: torch.device
+    own_norms: list[OwnBatchNorm]
 
 
 def lower(
@@ -63,6 +64,7 @@ def lower(
     device: torch.device,
     seed: int,
     timeout: timedelta,
+    symmetric: bool = False,
     outputs: frozenset[str] = frozenset(),
 ) -> Lowered:
     """This rank's program for `plan`; the user's module stays as it is."""
@@ -72,12 +74,12 @@ def lower(
             hint="make a plan for this model: wh.plan(model, ...)",
         )
     context = StepContext(seed=seed)
-    groups = Groups(plan, rank, timeout)
+    groups = Groups(plan, rank, timeout, symmetric=symmetric)
     local, params, pieces = local_copy(model, plan, rank, device, seed)
     modules = dict(local.named_modules(remove_duplicate=False))
     names = CallNames(context)
     shards = _install_splits(plan, rank, modules, groups, context, names, captured)
-    _install_norms(plan, rank, local, groups)
+    own_norms = _install_norms(plan, rank, local, groups)
     random = install_randomness(
         local, captured, context, names, shards, whole=len(plan.stages) == 1
     )
@@ -114,6 +116,7 @@ def lower(
         grads=grads,
         executor=executor,
         device=device,
+        own_norms=own_norms,
     )
 
 
@@ -223,13 +226,28 @@ def _skippable(plan: Plan, local: nn.Module, stages: set[int]) -> frozenset[int]
         for t in plan.taskgraphs
         if t.splits and t.virtual_device != plan.stages[t.stage].virtual_device
     }
-    for path, module in local.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            joined.add(stage_of_module(plan, path))
+    joined |= {s.index for s in plan.stages if any(layer.num_norms for layer in s.layers)}
     return frozenset(stages - joined)
 
 
-def _install_norms(plan: Plan, rank: int, local: nn.Module, groups: Groups) -> None:
+def norms_of_own_rows(plan: Plan, model: nn.Module) -> list[str]:
+    """Batch norms that the plan lets each of several replicas compute from its own rows."""
+    joined = {layer.path for stage in plan.stages for layer in stage.layers if layer.num_norms}
+    found = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        device = plan.stages[stage_of_module(plan, path)].virtual_device
+        layer = layer_of_module(plan, path)
+        if len(device.replicas) > 1 and layer is not None and layer not in joined:
+            found.append(path)
+    return found
+
+
+def _install_norms(plan: Plan, rank: int, local: nn.Module, groups: Groups) -> list[OwnBatchNorm]:
+    """Joins the batch norms of replicas; gives those that stay each replica's own."""
+    own = set(norms_of_own_rows(plan, local))
+    kept = []
     for path, module in local.named_modules():
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             continue
@@ -239,6 +257,10 @@ def _install_norms(plan: Plan, rank: int, local: nn.Module, groups: Groups) -> N
             continue
         columns = sum_groups([replica.ranks for replica in device.replicas])
         mine = next(sync for sync in columns if rank in sync.ranks)
+        if path in own:
+            share = device.weights[device.position(rank)[0]] if rank in mine.leads else 0.0
+            kept.append(OwnBatchNorm(module, groups.name_of(mine.ranks), share))
+            continue
         if mine.leads != mine.ranks:
             raise PlanError(
                 f"batch norm {path} is in stage {stage}, whose replicas have different widths",
@@ -246,12 +268,19 @@ def _install_norms(plan: Plan, rank: int, local: nn.Module, groups: Groups) -> N
                 "split",
             )
         replace_forward(module, SyncedBatchNorm(module, groups.name_of(mine.ranks)))
+    return kept
+
+
+def layer_of_module(plan: Plan, path: str) -> str | None:
+    """The Layer a module belongs to; None for one of the glue."""
+    for taskgraph in plan.taskgraphs:
+        for layer in taskgraph.layers:
+            if path == layer or path.startswith(f"{layer}.") or layer == "":
+                return layer
+    return None
 
 
 def stage_of_module(plan: Plan, path: str) -> int:
     """The stage of the Layer a module belongs to; glue modules are in the first."""
-    for taskgraph in plan.taskgraphs:
-        for layer in taskgraph.layers:
-            if path == layer or path.startswith(f"{layer}.") or layer == "":
-                return taskgraph.stage
-    return 0
+    layer = layer_of_module(plan, path)
+    return next((t.stage for t in plan.taskgraphs if layer in t.layers), 0)

@@ -62,6 +62,7 @@ def calibrate(
     dtypes: Sequence[str] | None = None,
     repeats: int = 5,
     budget_s: float = 60.0,
+    symmetric_memory: bool = False,
 ) -> Profile:
     """The Profile of this job's devices and links, the same on every rank; all call it alike.
 
@@ -74,6 +75,7 @@ def calibrate(
         dtypes: What products and copies are timed in; default: by kind of device.
         repeats: Rounds of each measurement, of which the median counts.
         budget_s: Seconds for the Layers of the model, at most (larger row counts are given up).
+        symmetric_memory: Sums go through it, as `communication.symmetric_memory` will have it.
     """
     if device is None:
         cuda = torch.cuda.is_available()
@@ -102,7 +104,7 @@ def calibrate(
                 budget_s=budget_s,
                 synchronize=together.wait,
             )
-        links = measure_links(together.num_ranks, device)
+        links = measure_links(together.num_ranks, device, symmetric=symmetric_memory)
         mine = DeviceProfile(
             type=_type_of(device),
             memory_bytes=memory,
@@ -187,6 +189,9 @@ def measure_layers(
             found[signature] = LayerTime(
                 forward=Curve.of({r: calls * f for r, (f, _) in times.items()}),
                 backward=Curve.of({r: calls * b for r, (_, b) in times.items()}),
+                kept=Curve.of({r: calls * k for r, k in bench.kept.items()})
+                if bench.kept
+                else None,
             )
     return found
 
@@ -203,6 +208,8 @@ class _Bench:
         self.layer, self.example, self.path, self.device = layer, example, path, device
         self.watch = Stopwatch(device)
         self.spent_s = 0.0
+        self.kept: dict[int, int] = {}
+        """Bytes on the device after a forward, by rows: its output and what backward needs."""
         self._module: nn.Module | None = None
         self._args: tuple[Any, Any] = ((), {})
         self._ones: list[torch.Tensor] | None = None
@@ -262,6 +269,8 @@ class _Bench:
             for _ in range(WARM_UP - 1):
                 self._once()
             once, held = self._cost()
+            if self.device.type == "cuda":
+                self.kept[rows] = self._kept()
             calls = min(int(_ROUND_S[self.device.type] / max(once, 1e-9)), _MOST_CALLS, held)
             calls = max(calls, 1)
             rounds = min(repeats, max(2, int(budget_s / (calls * max(once, 1e-9)))))
@@ -283,6 +292,15 @@ class _Bench:
         free = torch.cuda.mem_get_info(self.device)[0]
         free += torch.cuda.memory_reserved(self.device) - before
         return once, free // 2 // max(needed, 1)
+
+    def _kept(self) -> int:
+        assert self._module is not None
+        args, kwargs = tree_map(self._args, _leaf)
+        before = torch.cuda.memory_allocated(self.device)
+        made = self._module(*args, **kwargs)
+        kept = torch.cuda.memory_allocated(self.device) - before
+        del made
+        return kept
 
     def _round(self, calls: int) -> tuple[Any, Any, Any]:
         assert self._module is not None

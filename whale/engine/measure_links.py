@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from whale.engine.stopwatch import Stopwatch, Work, fit_line
+from whale.engine.stopwatch import Stopwatch, Work
 from whale.ir.profile import Links
+from whale.runtime.groups import Communicator
 
 _SIZES = {
     "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26),
@@ -77,13 +78,18 @@ class Together:
 
 
 def measure_links(
-    num_ranks: int, device: torch.device, sizes: Sequence[int] | None = None
+    num_ranks: int,
+    device: torch.device,
+    sizes: Sequence[int] | None = None,
+    *,
+    symmetric: bool = False,
 ) -> Links:
     """Collectives of the whole job and messages between two ranks; every rank calls it alike.
 
-    Latency and speed are a line through the times of a few sizes, each the slowest rank's. Bytes
+    Latency and speed are a line from the smallest of a few sizes to the largest. Bytes
     are those on a rank's bus: 2 (n - 1) / n of an all-reduce's, (n - 1) / n of those an all-gather
     gives, a reduce-scatter takes and a rank sends in an all-to-all, all of a message's.
+    `symmetric` measures what `communication.symmetric_memory` will do.
     """
     if num_ranks < 2:
         return {}
@@ -95,10 +101,13 @@ def measure_links(
         max(1, round(size / 4 / num_ranks)) * num_ranks for size in sizes or _SIZES[device.type]
     ]
     watch = Stopwatch(device)
+    comm = Communicator(
+        "links", tuple(range(num_ranks)), dist.get_rank(), dist.group.WORLD, symmetric=symmetric
+    )
     links: dict[tuple[str, int, int], tuple[float, float]] = {}
     for name, (collective, rounds) in _COLLECTIVES.items():
         times = [
-            (rounds * part * 4.0 * n, _slowest(collective(n, num_ranks, device), n, watch))
+            (rounds * part * 4.0 * n, _slowest(collective(n, comm, device), n, watch))
             for n in numels
         ]
         links[name, num_ranks, nodes] = _line(times)
@@ -113,24 +122,28 @@ def measure_links(
 
 
 def _line(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    latency, per_byte = fit_line(times)
-    return latency, 1.0 / per_byte
+    """Latency from the smallest, speed from the largest: between them protocols change."""
+    (small, quick), *_, (large, slow) = times
+    return quick, (large - small) / max(slow - quick, 1e-9)
 
 
 def _slowest(work: Work, numel: int, watch: Stopwatch) -> float:
-    """Seconds per call, of the rank that took longest: the same number on all."""
+    """Seconds per call, the same number on all ranks."""
     # Counts depend on the size alone: all ranks must make the same calls.
     small = numel <= 1 << 18
-    calls, rounds = (10, 5) if small else (2, 3)
+    calls, rounds = (10, 5) if small else (2, 5)
     # Small collectives in a row flow into each other; in training compute lies between them, and
     # each has its latency to itself (0.1 ms became 0.8 ms over loopback).
     between = _between(watch.device) if small and watch.device.type == "cuda" else None
-    seconds = _per_call(work, between, watch, calls, rounds)
+    seconds = [_per_call(work, between, watch, calls, rounds)]
     if between is not None:
-        seconds = max(seconds - _per_call(between, None, watch, calls, rounds), 1e-6)
-    worst = torch.tensor([seconds], dtype=torch.float64, device=watch.device)
+        seconds.append(_per_call(between, None, watch, calls, rounds))
+    # Of the rank that takes longest, both times: a fast one waits for the compute of a slow one,
+    # which is no latency.
+    worst = torch.tensor(seconds, dtype=torch.float64, device=watch.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst.item())
+    both, alone = [*worst.tolist(), 0.0][:2]
+    return float(max(both - alone, 1e-6))
 
 
 def _per_call(work: Work, between: Work | None, watch: Stopwatch, calls: int, rounds: int) -> float:
@@ -153,28 +166,38 @@ def _per_call(work: Work, between: Work | None, watch: Stopwatch, calls: int, ro
 
 
 def _between(device: torch.device) -> Work:
-    """Some compute, as a Layer would do."""
+    """Some compute, as a Layer would do.
+
+    Long enough (about a millisecond) for NCCL's threads to go to sleep, as they do in training:
+    waking them is a part of the latency.
+    """
     x = torch.randn(2048, 2048, device=device)
-    return partial(_call, torch.matmul, x, x)
+
+    def products() -> None:
+        for _ in range(8):
+            torch.matmul(x, x)
+
+    return products
 
 
-def _all_reduce(numel: int, num_ranks: int, device: torch.device) -> Work:
+def _all_reduce(numel: int, comm: Communicator, device: torch.device) -> Work:
     # Zeros: sums that grow from call to call would end as infinities.
-    x = torch.zeros(numel, device=device)
-    return partial(_call, dist.all_reduce, x)
+    return partial(_call, comm.all_reduce_, torch.zeros(numel, device=device))
 
 
-def _all_gather(numel: int, num_ranks: int, device: torch.device) -> Work:
-    x = torch.randn(numel // num_ranks, device=device)
+def _all_gather(numel: int, comm: Communicator, device: torch.device) -> Work:
+    x = torch.randn(numel // comm.size, device=device)
+    if comm.shared is not None:
+        return lambda: _call(partial(comm.all_gather, dim=0, sizes=[x.numel()] * comm.size), x)
     return partial(_call, _gather_single, x.new_empty(numel), x)
 
 
-def _reduce_scatter(numel: int, num_ranks: int, device: torch.device) -> Work:
+def _reduce_scatter(numel: int, comm: Communicator, device: torch.device) -> Work:
     x = torch.randn(numel, device=device)
-    return partial(_call, _reduce_single, x.new_empty(numel // num_ranks), x)
+    return partial(_call, _reduce_single, x.new_empty(numel // comm.size), x)
 
 
-def _all_to_all(numel: int, num_ranks: int, device: torch.device) -> Work:
+def _all_to_all(numel: int, comm: Communicator, device: torch.device) -> Work:
     x = torch.randn(numel, device=device)
     return partial(_call, dist.all_to_all_single, torch.empty_like(x), x)
 
@@ -198,7 +221,7 @@ def _ping_pong(numel: int, peer: int, device: torch.device) -> Work:
     return work
 
 
-_COLLECTIVES: dict[str, tuple[Callable[[int, int, torch.device], Work], float]] = {
+_COLLECTIVES: dict[str, tuple[Callable[[int, Communicator, torch.device], Work], float]] = {
     "all_reduce": (_all_reduce, 2.0),
     "all_gather": (_all_gather, 1.0),
     "reduce_scatter": (_reduce_scatter, 1.0),

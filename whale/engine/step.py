@@ -216,8 +216,14 @@ class Step:
         with self._watched():
             return self._evaluate(batch)
 
+    def _settle(self) -> None:
+        """Before anyone reads the buffers: what replicas tracked apart becomes one."""
+        for norm in self._lowered.own_norms:
+            norm.settle()
+
     def _evaluate(self, batch: Any) -> dict[str, Any]:
         batch = batches.localize(batch, self)
+        self._settle()
         lowered = self._lowered
         lowered.model.eval()
         executor = lowered.executor
@@ -267,6 +273,7 @@ class Step:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state on every rank's CPU, with exactly the original model's keys."""
+        self._settle()
         return self._gatherer.state_dict()
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -322,6 +329,7 @@ class Step:
         Returns when it is durable. A checkpoint already at `path` is replaced once the new one is
         complete. `extra` is JSON of the user's own, given back by `load`; rank 0's is kept.
         """
+        self._settle()
         checkpoint.save(self._parts(), path, num_steps=self.num_steps, extra=extra)
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:

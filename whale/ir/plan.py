@@ -102,6 +102,7 @@ class StageLayer:
     taskgraph: int
     params: tuple[str, ...]
     num_norms: int = 0
+    """Batch norms that meet their replicas; 0 too where each normalises its own rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

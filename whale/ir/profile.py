@@ -73,6 +73,8 @@ class LayerTime:
 
     forward: Curve
     backward: Curve
+    kept: Curve | None = None
+    """Bytes that its forward leaves on the device; None where nothing counts them (CPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,11 @@ class Profile:
                         name: {
                             "forward": [list(p) for p in time.forward.points],
                             "backward": [list(p) for p in time.backward.points],
+                            **(
+                                {"kept": [list(p) for p in time.kept.points]}
+                                if time.kept is not None
+                                else {}
+                            ),
                         }
                         for name, time in d.layers.items()
                     },
@@ -222,6 +229,7 @@ def _device(data: Mapping[str, Any]) -> DeviceProfile:
             name: LayerTime(
                 forward=Curve(tuple((x, y) for x, y in time["forward"])),
                 backward=Curve(tuple((x, y) for x, y in time["backward"])),
+                kept=Curve(tuple((x, y) for x, y in time["kept"])) if "kept" in time else None,
             )
             for name, time in data["layers"].items()
         },

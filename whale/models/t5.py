@@ -58,7 +58,8 @@ class RelativeBias(nn.Module):
         if self.is_causal:
             # Attention takes a mask or `is_causal`, not both.
             bias_1htt = bias_1htt.masked_fill(distance_tt > 0, -torch.inf)
-        return bias_1htt
+        # Fused attention on GPUs takes no other layout, and the plain one keeps all scores.
+        return bias_1htt.contiguous()
 
     def _bucket(self, distance: Tensor) -> Tensor:
         """The number of the bucket: near distances have one each, far ones share, by logarithm."""

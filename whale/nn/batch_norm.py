@@ -93,6 +93,28 @@ class SyncedBatchNorm:
         module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
 
 
+class OwnBatchNorm:
+    """A batch norm that normalises its replica's rows by their own statistics.
+
+    Its forward is torch's; what replicas must agree on is the running statistics.
+    """
+
+    def __init__(self, module: Any, group: str, share: float) -> None:
+        self.module, self.group, self.share = module, group, share
+
+    def settle(self) -> None:
+        """The running statistics become their mean over replicas, weighed by rows; all call it."""
+        module = self.module
+        if module.running_mean is None:
+            return
+        mean, var = module.running_mean, module.running_var
+        parts = torch.cat([mean, var, mean.new_ones(1)]).double() * self.share
+        total = communicator(self.group).all_reduce(parts)
+        means, variances = (total[:-1] / total[-1]).chunk(2)
+        mean.copy_(means)
+        var.copy_(variances)
+
+
 class _Normalize(torch.autograd.Function):
     """(x - mean) * invstd * weight + bias.
 

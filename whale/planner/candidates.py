@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from whale.config import Config
-from whale.cost.compute import CostModel, kept_bytes
+from whale.cost.compute import CostModel
 from whale.cost.memory import ALLOCATOR_SLACK
 from whale.errors import PlanError
 from whale.ir.model_graph import ModelGraph, TaskGraph
@@ -195,7 +195,9 @@ def _kind(costs: CostModel, groups: list[tuple[int, ...]], rows: int) -> GroupKi
         resident_bytes=tuple(
             size * (2.0 + training.state_tensors) * slack for size in costs.parameter_bytes
         ),
-        activation_bytes=tuple(kept_bytes(layer, float(each)) * slack for layer in layers),
+        activation_bytes=tuple(
+            costs.kept_bytes(i, rank, float(each)) * slack for i in range(len(layers))
+        ),
         slack_bytes=costs.reserved(rank)
         + 2.0 * max((layer.largest.at(float(each)) for layer in layers), default=0.0),
         edge_seconds=tuple(

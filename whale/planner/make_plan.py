@@ -152,7 +152,13 @@ def _build(
                 index=s,
                 taskgraphs=members,
                 virtual_device=placement.stage_devices[s],
-                layers=_stage_layers(graph, stage_of_layer, stage_of_node, s),
+                layers=_stage_layers(
+                    graph,
+                    stage_of_layer,
+                    stage_of_node,
+                    s,
+                    joined_norms=config.communication.batch_norm == "global",
+                ),
             )
             for s, members in enumerate(placement.stages)
         ),
@@ -195,7 +201,12 @@ def predicted(plan: Plan) -> Plan:
 
 
 def _stage_layers(
-    graph: ModelGraph, stage_of_layer: list[int], stage_of_node: tuple[int | None, ...], stage: int
+    graph: ModelGraph,
+    stage_of_layer: list[int],
+    stage_of_node: tuple[int | None, ...],
+    stage: int,
+    *,
+    joined_norms: bool,
 ) -> tuple[StageLayer, ...]:
     """The Layers a stage runs, in execution order; one called again later runs there again."""
     if graph.nodes:
@@ -211,7 +222,7 @@ def _stage_layers(
             path=graph.layers[i].path,
             taskgraph=graph.layers[i].taskgraph,
             params=graph.layers[i].params,
-            num_norms=graph.layers[i].num_norms,
+            num_norms=graph.layers[i].num_norms if joined_norms else 0,
         )
         for i in order
     )

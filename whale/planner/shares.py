@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import inf, lcm
 
 from whale.config import Config
-from whale.cost.compute import CostModel, kept_bytes
+from whale.cost.compute import CostModel
 from whale.cost.memory import ALLOCATOR_SLACK
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster
@@ -99,7 +99,7 @@ class Shares:
             )
 
         def nbytes(rows: int) -> float:
-            need = self.stage_bytes(stage, layers, rows, width)
+            need = self.stage_bytes(stage, layers, ranks[0], rows, width)
             # A replica of unequal devices is as tight as its tightest.
             return max(need + self._reserved(r) - self.costs.capacity(r) for r in ranks) + smallest
 
@@ -114,18 +114,20 @@ class Shares:
         self,
         stage: int,
         layers: Sequence[int],
+        rank: int,
         rows: float,
         width: Callable[[int], float],
     ) -> float:
-        """Bytes a rank needs for some Layers and rows per micro-batch."""
+        """Bytes a rank needs for some Layers, in execution order, and rows per micro-batch."""
         held = self.in_flight(stage)
         static = activations = largest = 0.0
-        for index in layers:
+        for index in reversed(layers):
             layer = self.graph.layers[index]
             static += self.static_bytes(index) * width(index)
-            activations += kept_bytes(layer, rows, width(index))
             gradient = self.costs.gradient_bytes[index] * width(index)
-            largest = max(largest, 2.0 * layer.largest.at(rows) + gradient)
+            # In its backward, what later Layers kept is free again.
+            largest = max(largest, 2.0 * layer.largest.at(rows) + gradient - activations)
+            activations += self.costs.kept_bytes(index, rank, rows, width(index))
         scratch = static * self.costs.training.scratch_tensors / self._copies
         peak = static + max(held * activations + largest, scratch)
         return peak * (1.0 + ALLOCATOR_SLACK)
@@ -183,7 +185,7 @@ class Shares:
                 return sum(self.costs.step_s(i, rank, rows, parts / FINE) for i in layers)
 
             def nbytes(parts: int) -> float:
-                return self.stage_bytes(0, layers, rows, lambda _: parts / FINE)
+                return self.stage_bytes(0, layers, rank, rows, lambda _: parts / FINE)
 
             return Member(
                 name=f"rank {rank} ({self.costs.cluster.devices[rank].type})",

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import _symmetric_memory
 from torch.utils.flop_counter import flop_registry
 
 
@@ -49,3 +52,12 @@ def operation_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     more = _MORE_FLOPS.get(packet.__name__)
     return float(more(*args, **kwargs)) if more is not None else 0.0
+
+
+def symmetric_buffer(nbytes: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Bytes on this GPU that the group's other members can read; every member calls it alike."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Allocated as floats: its kernels look at the storage, not at the dtype of a view.
+    buffer = _symmetric_memory.empty(nbytes // 4, dtype=torch.float32, device=device)
+    _symmetric_memory.rendezvous(buffer, group)
+    return buffer.view(torch.uint8)

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from whale.ir.homes import Bucket, Slice
 from whale.ir.sharding import Piece
-from whale.runtime.groups import Communicator, Groups
+from whale.runtime.groups import Communicator, Groups, Work
 
 _DTYPES = {
     "float64": torch.float64,
@@ -54,7 +53,7 @@ class _Filled:
             if piece.span is None
         ]
         self.waiting: set[str] = set()
-        self.work: dist.Work | None = None
+        self.work: Work | None = None
         self.launched = False
 
     @property

@@ -15,11 +15,16 @@ import torch
 import torch.distributed as dist
 
 from whale.ir.plan import Plan
+from whale.runtime.symmetric import MOST_MEMBERS, StreamWork, SymmetricSums, within_node
 
 _open: dict[str, Communicator] = {}
 _serial = itertools.count()
 
 Record = Callable[[str, tuple[int, ...]], None]
+Work = dist.Work | StreamWork
+
+_SMALL_GATHER = 64 << 10
+"""Bytes up to which a gather through symmetric memory is a sum of zeros and one's own piece."""
 
 
 class Communicator:
@@ -29,7 +34,13 @@ class Communicator:
     """
 
     def __init__(
-        self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        *,
+        symmetric: bool = False,
     ) -> None:
         self.name = name
         self.ranks = ranks
@@ -37,6 +48,11 @@ class Communicator:
         self.group = group
         self.native = group is not None and dist.get_backend(group) == "nccl"
         self.record: Record | None = None
+        self.shared: SymmetricSums | None = None
+        if symmetric and self.native and 1 < self.size <= MOST_MEMBERS and within_node(ranks):
+            assert group is not None
+            self.shared = SymmetricSums(group)
+        self._side = torch.cuda.Stream() if self.shared is not None else None
 
     @property
     def size(self) -> int:
@@ -51,21 +67,32 @@ class Communicator:
         """A new tensor: the SUM over the group."""
         self._note("all_reduce")
         out = tensor.contiguous().clone()
-        if self.size > 1:
-            dist.all_reduce(out, group=self.group)
+        self.all_reduce_(out)
         return out
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+    def start_all_reduce(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """A new tensor that will be the SUM once the work is waited for."""
         self._note("all_reduce")
         out = tensor.contiguous().clone()
         return out, self.all_reduce_(out, async_op=True)
 
-    def all_reduce_(self, tensor: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
+    def all_reduce_(self, tensor: torch.Tensor, *, async_op: bool = False) -> Work | None:
         """SUM in place."""
         if self.size == 1:
             return None
-        return dist.all_reduce(tensor, group=self.group, async_op=async_op)
+        if self.shared is None or not self.shared.takes(tensor):
+            return dist.all_reduce(tensor, group=self.group, async_op=async_op)
+        # One stream, so that the buffer serves one sum at a time, in the order all members share.
+        assert self._side is not None
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self.shared.sum_(tensor)
+            work = StreamWork(self._side.record_event())
+        tensor.record_stream(self._side)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     def all_gather(self, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
         """Pieces of `sizes` along `dim`, concatenated in group order."""
@@ -74,7 +101,11 @@ class Communicator:
             return tensor.clone()
         local = tensor.movedim(dim, 0).contiguous()
         out = local.new_empty((sum(sizes), *local.shape[1:]))
-        if self.native and len(set(sizes)) == 1:
+        if self.shared is not None and self.shared.takes(out) and out.nbytes <= _SMALL_GATHER:
+            out.zero_()
+            out.narrow(0, sum(sizes[: self.index]), sizes[self.index]).copy_(local)
+            self.all_reduce_(out)
+        elif self.native and len(set(sizes)) == 1:
             dist.all_gather_into_tensor(out, local, group=self.group)
         else:
             # Gloo gathers only equal pieces; an all-to-all of copies takes any sizes without
@@ -119,7 +150,9 @@ class Communicator:
 class Groups:
     """All communicators of one Step on one rank."""
 
-    def __init__(self, plan: Plan, rank: int, timeout: timedelta) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, timeout: timedelta, *, symmetric: bool = False
+    ) -> None:
         self.prefix = f"step{next(_serial)}"
         self.rank = rank
         self.by_ranks: dict[tuple[int, ...], str] = {}
@@ -141,7 +174,7 @@ class Groups:
                 self.channels[int(source), int(target)] = made
             else:
                 name = f"{self.prefix}/{group.name}"
-                _open[name] = Communicator(name, group.ranks, rank, made)
+                _open[name] = Communicator(name, group.ranks, rank, made, symmetric=symmetric)
                 self.by_ranks.setdefault(group.ranks, name)
         if native:
             self._warm_up(plan)

@@ -28,6 +28,7 @@ from whale.annotations import TAG, ambient_cluster, tag_of
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.engine.capture import capture
+from whale.engine.lower import norms_of_own_rows
 from whale.engine.step import OptimizerFactory
 from whale.errors import PlanError, RankError, WhaleError
 from whale.ir.cluster import Cluster
@@ -94,6 +95,7 @@ def verify(
             "verify got neither a plan nor a cluster",
             hint='pass the plan to try, or cluster="1x4xCPU" to plan for',
         )
+    _refuse_own_norms(planned, model)
     folded = ""
     if planned.num_ranks > MAX_RANKS:
         planned, folded = _fold(model64, planned, given, settings, batch64, loss64)
@@ -196,6 +198,16 @@ def _cluster(cluster: str | Cluster | None) -> Cluster | None:
         return make_cluster(cluster).cluster
     ambient = ambient_cluster()
     return ambient.cluster if ambient is not None else None
+
+
+def _refuse_own_norms(plan: Plan, model: nn.Module) -> None:
+    own = norms_of_own_rows(plan, model)
+    if own:
+        raise PlanError(
+            f"the plan lets every replica normalise by its own rows in {len(own)} batch norms "
+            f"({own[0]} ...), which one device does not: there is nothing to compare with",
+            hint='verify with communication.batch_norm = "global"',
+        )
 
 
 def _adopt(

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.sim.timeline import timeline
 from whale.config import Config
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster, Device, Node
 from whale.ir.model_graph import Layer, Linear, ModelGraph, Parameter, SplitOption, TaskGraph, Work
 from whale.ir.model_graph import Node as Step
 from whale.ir.plan import Plan
+from whale.ir.schedule import Action
 from whale.ir.sharding import DimSharding
 from whale.ir.strategy import Scope, Tag
 from whale.planner.make_plan import make_plan, orders_of
@@ -198,9 +200,40 @@ def test_the_simulator_knows_the_bubble(num_micro_batch: int):
     report = simulate(replace(plan, prices=free), orders_of(plan.schedule))
     assert report.step_seconds == pytest.approx((num_micro_batch + 2) * 3 * 2.0)
     assert report.bubble == pytest.approx(2 / (num_micro_batch + 2))
-    # 1F1B: the first stage holds as many micro-batches as there are stages, the last one.
-    held = [d.memory.activations for d in report.devices]
-    assert held == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zero-bubble"])
+def test_the_simulator_agrees_with_a_plainer_clock(kind: str):
+    """Unequal stages, nothing sent: two models of the clock, one answer."""
+    work = [1e9, 3e9, 2e9]
+    graph = chain(work, tags=stages(3))
+    plan = make(
+        graph,
+        cluster(*[1e9] * 3),
+        rows=10,
+        pipeline__num_micro_batch=5,
+        pipeline__schedule=kind,
+    )
+    free = replace(
+        plan.prices,
+        messages=(),
+        devices=tuple(replace(d, apply_s=0.0) for d in plan.prices.devices),
+    )
+    orders = orders_of(plan.schedule)
+    prices = {price.stage: price for price in plan.prices.stages}
+
+    def cost(action: Action) -> float:
+        price = prices[action.stage]
+        if action.kind == "F":
+            return price.forward_s
+        if action.kind == "W":
+            return price.weight_s
+        return price.backward_s - (price.weight_s if action.kind == "I" else 0.0)
+
+    report = simulate(replace(plan, prices=free), orders)
+    line = timeline(plan.schedule, orders, cost)
+    assert report.step_seconds == pytest.approx(line.step_s)
+    assert report.bubble == pytest.approx(line.bubble)
 
 
 def test_activations_follow_the_schedule():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import whale as wh
+from tests.unit.sim.timeline import timeline
 from whale.ir.schedule import Action, Schedule
 from whale.planner.schedules import compute_order, rank_actions
-from whale.sim.timeline import timeline
 
 COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 

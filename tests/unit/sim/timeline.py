@@ -1,8 +1,6 @@
-"""Timeline: the Schedule's computes on a clock, for any cost of an action.
+"""A second, plainer model of the clock: computes alone, for any cost; `simulate` must agree.
 
-Place in the flow: reads the same action lists as the executor, the checker and the printer. A
-compute starts when its device group is free and what it needs is there. Messages cost nothing here;
-the cost model gives them a price.
+Place in the flow: an oracle of the tests; `whale.sim` does not know it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+from tests.unit.sim.timeline import Timeline, timeline
 from whale.ir.schedule import Action, Schedule
 from whale.planner.schedules import rank_actions
 from whale.sim.report import (
@@ -16,7 +17,6 @@ from whale.sim.report import (
     MemoryParts,
     Report,
 )
-from whale.sim.timeline import Timeline, timeline
 
 COMPUTES = ("F", "B", "I", "W", "apply")
 REDUCE_S, APPLY_S = 0.004, 0.006
