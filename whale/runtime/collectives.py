@@ -12,8 +12,9 @@ Place in the flow: what the split rules and the bridges inside a stage are made 
 | `gather` | all-gather | own slice | shards to a whole that every member then uses alike |
 | `enter_rows` | all-gather | reduce-scatter | `enter` after data parallel: the fused bridge |
 | `leave_rows` | reduce-scatter | all-gather | `leave` before a data parallel TaskGraph |
-| `scatter` | own slice | all-gather | whole rows back to each replica's own |
+| `scatter` | own slice | all-gather | whole rows to each replica's own, an input's own columns |
 | `exchange` | all-to-all | all-to-all | all rows x own columns <-> own rows x all columns |
+| `send_rows` | all-to-all | all-to-all | rows to the members that work on them, and back |
 
 Those with a collective in forward are custom ops: a plain autograd.Function silently loses its
 gradient under torch.compile on torch 2.11.
@@ -191,7 +192,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def scatter(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torch.Tensor:
-    """Whole rows, the same on every member, to each replica's own."""
+    """A whole, the same on every member, to each one's own part along `dim`."""
     return _Scatter.apply(x, dim, sizes, group)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -257,3 +258,29 @@ def _exchange_backward(ctx: Any, grad: torch.Tensor) -> Any:
 
 
 exchange.register_autograd(_exchange_backward, setup_context=_exchange_context)
+
+
+@custom_op("whale::send_rows", mutates_args=())
+def send_rows(x: torch.Tensor, send: list[int], receive: list[int], group: str) -> torch.Tensor:
+    """`send[i]` rows to member i, `receive[i]` rows from it, in the order of members."""
+    return communicator(group).all_to_all(x, send, receive)
+
+
+@send_rows.register_fake
+def _(x: torch.Tensor, send: list[int], receive: list[int], group: str) -> torch.Tensor:
+    return x.new_empty((sum(receive), *x.shape[1:]))
+
+
+def _send_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.send, ctx.receive, ctx.group = inputs
+
+
+send_rows.register_autograd(
+    lambda ctx, grad: (
+        communicator(ctx.group).all_to_all(grad, ctx.receive, ctx.send),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_send_context,
+)

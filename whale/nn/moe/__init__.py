@@ -1,0 +1,1 @@
+"""Mixture of experts: who computes what, and the fast products under it."""
