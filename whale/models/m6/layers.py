@@ -1,0 +1,162 @@
+"""The layers of an M6: patch stem, positions, prefix mask, attention, block.
+
+Place in the flow: used by `model`. Nothing here knows of parallelism; head counts are written as -1
+in views, so that the same `forward` is right for the part of the heads that a rank holds.
+
+Shapes: B batch, P patches, S text tokens, N = P + S positions, D model dim, H heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whale.models.m6.config import M6Config
+from whale.nn.moe.layer import MoE
+
+
+def prefix_mask(num_source: Tensor, has_image: Tensor, num_patches: int, num_text: int) -> Tensor:
+    """Who may look at whom, True for yes [B, 1, N, N] (query, then key).
+
+    All look at the source, and at what is not after them; so the source is bidirectional and the
+    target causal. Patches of a row without a picture are seen by none. Padding is at the end, where
+    it is after everything that counts.
+
+    Args:
+        num_source: positions of each row's source, patches included whether there are any or not.
+        has_image: whether a row has a picture.
+        num_patches: P.
+        num_text: S.
+    """
+    positions = torch.arange(num_patches + num_text, device=num_source.device)
+    query, key = positions[:, None], positions[None, :]
+    seen = (key < num_source[:, None, None]) | (key <= query)
+    real = (key >= num_patches) | has_image[:, None, None]
+    # A row of nothing but False has no softmax; whoever sees nothing else sees itself.
+    return ((seen & real) | (key == query)).unsqueeze(1)
+
+
+class PatchStem(nn.Module):
+    """Patch vectors to the model's width: a small network on each patch, and where it was."""
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.patch_dim, config.dim)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(config.dim, config.dim)
+        self.position_embedding = nn.Embedding(config.num_patches, config.dim)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Maps [B, P, patch_dim] to [B, P, D]."""
+        positions = torch.arange(patches.shape[1], device=patches.device)
+        x_bpd = self.fc2(self.act(self.fc1(patches.to(self.fc1.weight.dtype))))
+        return x_bpd + self.position_embedding(positions)
+
+
+class TextStem(nn.Module):
+    """Tokens to vectors. Positions of the target are counted from its own beginning.
+
+    So an image code always has the position of its place in the picture, however long the text that
+    asked for it.
+    """
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__()
+        self.max_text_len = config.max_text_len
+        self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.position_embedding = nn.Embedding(2 * config.max_text_len, config.dim)
+
+    def forward(self, tokens: Tensor, num_source_text: Tensor) -> Tensor:
+        """Maps tokens [B, S], of which the first `num_source_text` [B] are source, to [B, S, D]."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        begin = num_source_text[:, None]
+        target = positions - begin + self.max_text_len
+        return self.token_embedding(tokens) + self.position_embedding(
+            torch.where(positions < begin, positions, target)
+        )
+
+
+class Attention(nn.Module):
+    """Self-attention under a mask, with separate projections for queries, keys and values."""
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.head_dim = config.dim // config.num_heads
+        self.q_proj = nn.Linear(config.dim, config.dim)
+        self.k_proj = nn.Linear(config.dim, config.dim)
+        self.v_proj = nn.Linear(config.dim, config.dim)
+        self.out_proj = nn.Linear(config.dim, config.dim)
+        self.out_proj.init_gain = _residual_gain(config)  # type: ignore[assignment]
+
+    def forward(self, x_bnd: Tensor, mask_b1nn: Tensor) -> Tensor:
+        """Attends from every position to those that the mask marks True."""
+        B, N, _ = x_bnd.shape  # noqa: N806
+        q_bhne = self.q_proj(x_bnd).view(B, N, -1, self.head_dim).transpose(1, 2)
+        k_bhne = self.k_proj(x_bnd).view(B, N, -1, self.head_dim).transpose(1, 2)
+        v_bhne = self.v_proj(x_bnd).view(B, N, -1, self.head_dim).transpose(1, 2)
+        y_bhne = F.scaled_dot_product_attention(q_bhne, k_bhne, v_bhne, attn_mask=mask_b1nn)
+        return self.out_proj(y_bhne.transpose(1, 2).reshape(B, N, -1))
+
+
+class MLP(nn.Module):
+    """A dense feed-forward layer: two linear layers around a GELU."""
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.dim, config.ffn_dim)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(config.ffn_dim, config.dim)
+        self.fc2.init_gain = _residual_gain(config)  # type: ignore[assignment]
+
+    def forward(self, x_bnd: Tensor) -> Tensor:
+        """Applies the layers to every position alone."""
+        return self.fc2(self.act(self.fc1(x_bnd)))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm and added to the residual stream.
+
+    `ffn` is an `MLP` or a mixture of experts.
+    """
+
+    def __init__(self, config: M6Config, layer: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.dim)
+        self.attention = Attention(config)
+        self.dropout1 = nn.Dropout(config.dropout)
+        self.norm2 = nn.LayerNorm(config.dim)
+        self.ffn = make_experts(config) if config.has_experts(layer) else MLP(config)
+        self.dropout2 = nn.Dropout(config.dropout)
+        self.has_loss = config.has_experts(layer) and config.experts_have_loss
+
+    def forward(self, x_bnd: Tensor, mask_b1nn: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the residual stream after both parts; with `has_loss`, also the experts' loss."""
+        x_bnd = x_bnd + self.dropout1(self.attention(self.norm1(x_bnd), mask_b1nn))
+        y_bnd = self.ffn(self.norm2(x_bnd))
+        if not self.has_loss:
+            return x_bnd + self.dropout2(y_bnd)
+        y_bnd, loss = y_bnd
+        return x_bnd + self.dropout2(y_bnd), loss
+
+
+def make_experts(config: M6Config) -> nn.Module:
+    """The mixture of experts of one layer."""
+    return MoE(
+        config.dim,
+        config.expert_dim or config.ffn_dim,
+        config.num_experts,
+        top_k=config.top_k,
+        router=config.router,
+        balance=config.balance,
+        balance_rate=config.balance_rate,
+        capacity_factor=config.capacity_factor,
+        z_loss=config.z_loss,
+        activation="gelu",
+    )
+
+
+def _residual_gain(config: M6Config) -> float:
+    """Keeps the size of the residual stream, to which every block adds twice."""
+    return (2 * config.num_layers) ** -0.5

@@ -1,0 +1,219 @@
+"""Text to token ids and back: characters of any language, and bytes for those it does not know.
+
+Place in the flow: built once from the training text, saved with the model as JSON, used to make
+batches and to read what the model writes.
+
+The ids, in order: special tokens, 256 bytes, characters (most frequent first), unused ones, image
+codes. The size is fixed by the model, not by the text, so that a preset is one model whatever it is
+trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from whale.errors import WhaleError
+
+SPECIAL = (
+    "<pad>",
+    "<bos>",
+    "<eos>",
+    "<mask>",
+    "<sep>",
+    "<en>",
+    "<zh>",
+    "<caption>",
+    "<ask>",
+    "<draw>",
+    "<text>",
+    "<fill>",
+)
+"""Padding, begin and end of a target, a masked span, a separator; languages; tasks."""
+
+NUM_BYTES = 256
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizer:
+    """A character vocabulary in which nothing is lost.
+
+    Attributes:
+        characters: those with an id of their own, in the order of their ids.
+        vocab_size: ids in all.
+        num_codes: image codes, the last ids.
+    """
+
+    characters: str
+    vocab_size: int
+    num_codes: int
+    _ids: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        first = len(SPECIAL) + NUM_BYTES
+        room = self.vocab_size - first - self.num_codes
+        if len(self.characters) > room:
+            raise WhaleError(
+                f"{len(self.characters)} characters in a vocabulary of {self.vocab_size}, of which "
+                f"{first} are special tokens and bytes and {self.num_codes} image codes",
+                hint=f"at most {room} characters: raise vocab_size or lower num_codes",
+            )
+        ids = {character: first + i for i, character in enumerate(self.characters)}
+        if len(ids) != len(self.characters):
+            twice = next(c for c, n in Counter(self.characters).items() if n > 1)
+            raise WhaleError(
+                f"the character {twice!r} is in the vocabulary twice",
+                hint="each character has one id; was the file edited?",
+            )
+        object.__setattr__(self, "_ids", ids)
+
+    @classmethod
+    def build(cls, texts: Iterable[str], *, vocab_size: int, num_codes: int) -> Tokenizer:
+        """The vocabulary of the most frequent characters that fit; ties by code point."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(text)
+        room = max(0, vocab_size - len(SPECIAL) - NUM_BYTES - num_codes)
+        ranked = sorted(counts, key=lambda character: (-counts[character], character))
+        return cls(characters="".join(ranked[:room]), vocab_size=vocab_size, num_codes=num_codes)
+
+    # ---- special tokens ----
+
+    @property
+    def pad(self) -> int:
+        """Fills a row up."""
+        return 0
+
+    @property
+    def bos(self) -> int:
+        """Begins a target."""
+        return 1
+
+    @property
+    def eos(self) -> int:
+        """Ends a target."""
+        return 2
+
+    @property
+    def mask(self) -> int:
+        """Stands for a span that was taken out."""
+        return 3
+
+    def special(self, name: str) -> int:
+        """The id of a special token, for example `<zh>`."""
+        if name not in SPECIAL:
+            raise WhaleError(
+                f"unknown special token {name!r}", hint=f"allowed: {', '.join(SPECIAL)}"
+            )
+        return SPECIAL.index(name)
+
+    def prompt(self, task: str, lang: str | None = None) -> list[int]:
+        """What a source begins with: its task and, where it matters, the language."""
+        names = [f"<{task}>"] if lang is None else [f"<{task}>", f"<{lang}>"]
+        return [self.special(name) for name in names]
+
+    # ---- text ----
+
+    def encode(self, text: str) -> list[int]:
+        """A character's id, or the ids of its UTF-8 bytes where it has none."""
+        ids: list[int] = []
+        for character in text:
+            known = self._ids.get(character)
+            if known is not None:
+                ids.append(known)
+            else:
+                # A lone surrogate is no text, but it is in some files.
+                encoded = character.encode("utf-8", "surrogatepass")
+                ids.extend(len(SPECIAL) + byte for byte in encoded)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; special tokens and image codes are left out, broken bytes become U+FFFD.
+
+        The bytes of a lone surrogate come back as that surrogate.
+        """
+        parts: list[str] = []
+        pending = bytearray()
+        first = len(SPECIAL) + NUM_BYTES
+        for i in ids:
+            if len(SPECIAL) <= i < first:
+                pending.append(i - len(SPECIAL))
+                continue
+            parts.append(_text(pending))
+            if first <= i < first + len(self.characters):
+                parts.append(self.characters[i - first])
+        parts.append(_text(pending))
+        return "".join(parts)
+
+    # ---- image codes ----
+
+    @property
+    def first_code(self) -> int:
+        """The id of image code 0."""
+        return self.vocab_size - self.num_codes
+
+    def encode_codes(self, codes: Iterable[int]) -> list[int]:
+        """The ids of image codes."""
+        ids = [self.first_code + int(code) for code in codes]
+        if any(not self.first_code <= i < self.vocab_size for i in ids):
+            raise WhaleError(
+                f"an image code outside 0 to {self.num_codes - 1}",
+                hint="the codebook and the tokenizer must be of the same model",
+            )
+        return ids
+
+    def decode_codes(self, ids: Iterable[int]) -> list[int]:
+        """The image codes among ids; the rest is left out."""
+        return [i - self.first_code for i in ids if self.first_code <= i < self.vocab_size]
+
+    def is_written(self) -> list[bool]:
+        """By id, whether it may stand in a text: bytes, characters, and the end."""
+        last = len(SPECIAL) + NUM_BYTES + len(self.characters)
+        return [i == self.eos or len(SPECIAL) <= i < last for i in range(self.vocab_size)]
+
+    # ---- files ----
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON."""
+        values = {
+            "format": FORMAT,
+            "special": SPECIAL,
+            "vocab_size": self.vocab_size,
+            "num_codes": self.num_codes,
+            "characters": self.characters,
+        }
+        text = json.dumps(values, ensure_ascii=True, indent=1)
+        Path(path).write_text(text + "\n", encoding="ascii")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Reads what `save` wrote."""
+        values: dict[str, Any] = json.loads(Path(path).read_text(encoding="ascii"))
+        special: Sequence[str] = values.get("special", ())
+        if values.get("format") != FORMAT or tuple(special) != SPECIAL:
+            raise WhaleError(
+                f"{path} is a tokenizer of format {values.get('format')!r} with {len(special)} "
+                f"special tokens; this version reads format {FORMAT} with {len(SPECIAL)}",
+                hint="use the version of Whale that the model was trained with",
+            )
+        return cls(
+            characters=values["characters"],
+            vocab_size=values["vocab_size"],
+            num_codes=values["num_codes"],
+        )
+
+
+def _text(pending: bytearray) -> str:
+    """What collected bytes say; empties them."""
+    data = bytes(pending)
+    pending.clear()
+    try:
+        return data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return data.decode("utf-8", "replace")
