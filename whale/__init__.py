@@ -12,6 +12,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from whale import nn as nn
     from whale.annotations import annotate as annotate
     from whale.annotations import cluster as cluster
     from whale.annotations import pipeline as pipeline
@@ -84,6 +85,8 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return _version()
+    if name == "nn":  # the one folder users write: wh.nn.MoE
+        return importlib.import_module("whale.nn")
     if name not in _MODULE_OF:
         near = difflib.get_close_matches(name, _MODULE_OF, n=1)
         also = f"; did you mean 'whale.{near[0]}'?" if near else ""

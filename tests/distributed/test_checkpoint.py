@@ -174,6 +174,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         ("resnet", "data-uneven", "1f1b", "adamw"),
         ("encdec", "pipeline-tensor-uneven", "tensor-accumulate-uneven", "momentum"),
         ("lstm", "tensor-uneven", "data-uneven", "asgd"),
+        ("narrow", "tensor-uneven", "colocated-uneven", "adamw"),
     ],
 )
 def test_training_goes_on_under_another_layout(case_name, first, second, optimizer, tmp_path):

@@ -102,7 +102,7 @@ def by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
 def test_replicas_normalise_their_own_rows(tmp_path: Any) -> None:
     chosen = plan(make(), tmp_path, **{"communication.batch_norm": "local"})
     assert [d.rows for d in chosen.prices.devices] == [CUT, ROWS - CUT]
-    assert all(layer.num_norms == 0 for stage in chosen.stages for layer in stage.layers)
+    assert all(not any(layer.meets) for stage in chosen.stages for layer in stage.layers)
     expected = by_hand()
     for found in run_ranks(2, train, chosen):
         assert found[2] == pytest.approx(expected[2], abs=1e-12)

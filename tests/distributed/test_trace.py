@@ -7,7 +7,7 @@ import torch
 
 import whale as wh
 from tests.parity import zoo
-from tests.parity.layouts import LAYOUTS, layer_paths
+from tests.parity.layouts import layer_paths, layout_named
 from tests.parity.parity import ADAMW, ROWS
 from tests.ranks import run_ranks
 from whale.engine.recorder import record_step
@@ -15,7 +15,7 @@ from whale.engine.recorder import record_step
 
 def _trace(case_name: str, layout_name: str) -> tuple[list[str], list[str]]:
     torch.set_num_threads(1)
-    case, layout = zoo.case(case_name), LAYOUTS[layout_name]
+    case, layout = zoo.case(case_name), layout_named(layout_name)
     wh.init()
     batch = case.batch(0, ROWS)
     model = case.build()
@@ -53,13 +53,21 @@ CASES = [
     ("resnet", "colocated"),
     ("encdec", "tensor"),
     ("lstm", "head"),
+    ("narrow", "tensor"),
+    ("narrow", "colocated"),
+    ("moe/top-k/2/bias/none", "replicas"),
+    ("moe/top-k/2/loss/1.25", "experts-3-uneven"),
+    ("moe/prototype/2/none+z/none", "experts-groups"),
+    ("moe/top-k/1/bias/1.25", "experts-nested"),
+    ("moe/expert-choice/2/none/none", "experts-4"),
+    ("moe/top-k/2/loss/none", "experts-staged"),
 ]
 
 
 @pytest.mark.parametrize(("case", "layout"), CASES, ids=lambda value: str(value))
 def test_recorded_equals_planned(case: str, layout: str) -> None:
     for rank, (planned, seen) in enumerate(
-        run_ranks(LAYOUTS[layout].num_ranks, _trace, case, layout)
+        run_ranks(layout_named(layout).num_ranks, _trace, case, layout)
     ):
         assert len(seen) > len(planned) / 2 > 1
         for position, (want, got) in enumerate(zip(planned, seen, strict=False)):

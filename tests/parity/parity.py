@@ -61,6 +61,7 @@ def train(
         "stages": [s.virtual_device.ranks for s in step.plan.stages],
         "micro": step.plan.num_micro_batch,
         "split_share": [t.split_share for t in step.plan.taskgraphs if t.kind == "split"],
+        "rules": {s.path: s.rule for t in step.plan.taskgraphs for s in t.splits},
         "untouched": all(torch.equal(p, before[n]) for n, p in model.named_parameters()),
     }
     step.close()
@@ -127,7 +128,7 @@ def worst_errors(results: list[Any], truth: Reference, *, with_gradients: bool) 
                 if error > worst[kind]:
                     worst[kind] = error
                     worst["where"] = f"{kind} {name} on rank {rank}"
-    for key in ("split_share", "rows", "stages"):
+    for key in ("split_share", "rows", "stages", "rules"):
         worst[key] = results[0].get(key)
     return worst
 

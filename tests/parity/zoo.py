@@ -6,6 +6,7 @@ some plan, and a test compares them. A rank finds a case by its name: none has t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from tests.parity.narrow import Narrow
 from whale.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from whale.models.gpt import GPT, GPTConfig
 from whale.models.resnet import resnet_tiny
@@ -61,7 +63,9 @@ class Case:
 
 def case(name: str, *, dropout: float = 0.0) -> Case:
     """The case of this name; `dropout` goes to every dropout of the model that has any."""
-    return _CASES[name](dropout)
+    if name.startswith("moe/"):
+        return importlib.import_module("tests.parity.expert_zoo").expert_case(name)  # type: ignore[no-any-return]
+    return _CASES[name](dropout) if name in _CASES else _BESIDE[name]()
 
 
 def flat_cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
@@ -212,6 +216,25 @@ def _lstm(dropout: float) -> Case:
     )
 
 
+def _vector_batch(seed: int, rows: int) -> Batch:
+    generator = _generator(seed)
+    sizes = (5, 4)
+    read, target = (
+        torch.randn(rows, 3, size, generator=generator, dtype=torch.float64) for size in sizes
+    )
+    return read, target
+
+
+def _narrow() -> Case:
+    return Case(
+        name="narrow",
+        build=partial(_build, Narrow),
+        batch=_vector_batch,
+        loss=F.mse_loss,
+        count=lambda batch: batch[-1].numel(),
+    )
+
+
 def _make_bert(dropout: float) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM  # noqa: PLC0415 - seconds to import
 
@@ -283,5 +306,8 @@ _CASES: dict[str, Callable[[float], Case]] = {
     "hf_bert": _hf_bert,
     "hf_gpt2": _hf_gpt2,
 }
+
+# Not of the matrix: made for one thing.
+_BESIDE: dict[str, Callable[[], Case]] = {"narrow": _narrow}
 
 CASE_NAMES: tuple[str, ...] = tuple(_CASES)

@@ -193,6 +193,16 @@ class Fabric:
             lines = {name: lines[name]} if name in lines else lines
         return _cheapest(lines, bytes_per_rank * skew)
 
+    def collective(self, name: str, ranks: Iterable[int], total_bytes: float) -> float:
+        """Seconds of the collective of this name, by all the bytes that its group has together.
+
+        For an all-reduce those are the bytes of one rank, which all of them have.
+        """
+        if name == "all_to_all":
+            members = tuple(ranks)
+            return self.all_to_all(members, total_bytes / len(members))
+        return self._seconds(name, ranks, total_bytes, 1)
+
     def send(self, source: int, target: int, nbytes: float, *, num_sharing: int = 1) -> float:
         """Seconds of a message from one rank to another."""
         ranks = (source,) if source == target else (source, target)

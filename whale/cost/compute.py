@@ -244,7 +244,7 @@ CONTEXT_BYTES = 700_000_000
 
 def _kept_part(layer: Layer, part: float) -> float:
     rules = {option.rule for option in layer.splits}
-    if rules == {"column"}:
+    if rules <= {"column", "row"}:
         return part
     if rules == {"embedding"}:
         return 1.0

@@ -44,13 +44,15 @@ def workspace_bytes(
     is free again.
     """
     most = 0.0
+    rules_of = {s.path: s.rule for t in plan.taskgraphs for s in t.splits}
     for stage in plan.stages_of(rank):
         freed = 0.0
         for layer in reversed(plan.stages[stage].layers):
             found = costs.graph.layers[index[layer.path]]
             mine = part(layer.taskgraph, rank)
-            split = found.splits and {o.rule for o in found.splits} == {"column"}
-            scale = mine.width if split else 1.0
+            rules = {rules_of.get(o.path, o.rule) for o in found.splits}
+            # Only columns leave the output cut; rows make all of it, to be summed.
+            scale = mine.width if rules == {"column"} else 1.0
             made = costs.gradient_bytes[index[layer.path]] * (mine.width if found.splits else 1.0)
             most = max(most, 2.0 * found.largest.at(mine.rows) * scale + made - freed)
             freed += costs.kept_bytes(index[layer.path], rank, mine.rows, mine.width)

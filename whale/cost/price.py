@@ -17,7 +17,7 @@ from whale.cost.compute import CostModel
 from whale.cost.crossing import crossing_bytes
 from whale.cost.memory import ALLOCATOR_SLACK, workspace_bytes
 from whale.cost.roles import groups_inside, roles, stages_by_rank
-from whale.ir.expand import layer_actions
+from whale.ir.expand import SubAction, layer_actions
 from whale.ir.homes import ITEM_BYTES, Bucket, all_syncs, rank_buckets
 from whale.ir.model_graph import Layer, ModelGraph
 from whale.ir.plan import Plan, StageLayer, StagePlan, TaskGraphPlan
@@ -142,7 +142,7 @@ class _Pricer:
                     since[i] += max(price(index, r, part.rows, part.width) for r, part in parts)
                 taskgraph = self.plan.taskgraphs[layer.taskgraph]
                 bridged = taskgraph.virtual_device != stage.virtual_device
-                if layer.num_norms or (bridged and taskgraph.splits):
+                if any(layer.meets) or (bridged and taskgraph.splits):
                     found = self.graph.layers[index]
                     totals[backward] += max(since) + self._collectives(
                         stage, layer, found, replicas[0][0], backward=backward
@@ -170,7 +170,7 @@ class _Pricer:
     def _in_step(self, stage: StagePlan) -> bool:
         if len(stage.virtual_device.replicas) == 1:
             return False
-        if any(layer.num_norms for layer in stage.layers):
+        if any(any(layer.meets) for layer in stage.layers):
             return True
         return any(
             self.plan.taskgraphs[t].virtual_device != stage.virtual_device
@@ -226,30 +226,25 @@ class _Pricer:
     def _collectives(
         self, stage: StagePlan, layer: StageLayer, found: Layer, rank: int, *, backward: bool
     ) -> float:
-        if not layer.num_norms and not self.plan.taskgraphs[layer.taskgraph].splits:
+        if not any(layer.meets) and not self.plan.taskgraphs[layer.taskgraph].splits:
             return 0.0
         rows = self.part(layer.taskgraph, rank).rows
-        nbytes = {
-            "input": found.read.at(rows),
-            "output": found.made.at(rows),
-            "row": _ROW_BYTES * rows,
-            "statistics": float(_NORM_BYTES),
-        }
+        alone = {option.path: option for option in found.splits if option.made.per_row}
+
+        def nbytes(action: SubAction) -> float:
+            own = alone.get(action.split, found)
+            return {
+                "input": own.read.at(rows),
+                "output": own.made.at(rows),
+                "row": _ROW_BYTES * rows,
+                "statistics": float(_NORM_BYTES),
+            }[action.carries]
+
         return sum(
-            self._collective(action.name, action.ranks, nbytes[action.carries])
+            self.costs.fabric.collective(action.name, action.ranks, nbytes(action))
             for action in layer_actions(self.plan, rank, stage, layer, backward=backward)
             if action.kind == "collective"
         )
-
-    def _collective(self, name: str, ranks: tuple[int, ...], nbytes: float) -> float:
-        fabric = self.costs.fabric
-        if name == "all_to_all":
-            return fabric.all_to_all(ranks, nbytes / len(ranks))
-        if name == "all_gather":
-            return fabric.all_gather(ranks, nbytes)
-        if name == "reduce_scatter":
-            return fabric.reduce_scatter(ranks, nbytes)
-        return fabric.all_reduce(ranks, nbytes)
 
     # ---- between stages -------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def groups_inside(plan: Plan, stage: StagePlan) -> Mapping[int, list[tuple[int, 
     """By rank, the groups of ranks whose collectives run inside the stage's Layers."""
     found: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in stage.virtual_device.ranks}
     groups: list[tuple[int, ...]] = []
-    if any(layer.num_norms for layer in stage.layers):
+    if any(any(layer.meets) for layer in stage.layers):
         groups += [s.ranks for s in sum_groups([r.ranks for r in stage.virtual_device.replicas])]
     for index in stage.taskgraphs:
         t = plan.taskgraphs[index]

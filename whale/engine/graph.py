@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from whale.engine.examples import Example
+from whale.engine.lone import allows_rows, joined
 from whale.engine.program import Program
 from whale.engine.trace import RandomCall
-from whale.engine.work import Counts, costs, signature
+from whale.engine.work import Counts, costs, line_through, signature
 from whale.ir.model_graph import (
     BatchDims,
     Layer,
+    Linear,
     ModelGraph,
     Node,
     Parameter,
@@ -27,6 +29,7 @@ from whale.ir.model_graph import (
 )
 from whale.ir.plan import AROUND
 from whale.ir.strategy import Tag
+from whale.nn.moe.layer import MoE
 
 
 @dataclass(slots=True)
@@ -67,14 +70,11 @@ def graph_of(
     """The ModelGraph from two runs with different numbers of rows."""
     order = first.order + [path for path in layers if path not in first.order]
     groups = _taskgraphs(order, tags)
-    by_id = {id(p): name for name, p in model.named_parameters()}
+    by_name = dict(model.named_parameters())
+    by_id = {id(p): name for name, p in by_name.items()}
     graph_layers = []
     for path in order:
-        norms = [
-            name
-            for name, module in layers[path].named_modules(prefix=path)
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        ]
+        meets = meets_of(layers[path], path, first)
         found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
         shapes = example.shapes if (example := examples.get(path)) is not None else []
         graph_layers.append(
@@ -83,17 +83,20 @@ def graph_of(
                 kind=type(layers[path]).__name__,
                 taskgraph=next(i for i, (_, paths) in enumerate(groups) if path in paths),
                 params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
-                num_norms=len(norms),
+                meets=tuple(meets.values()),
                 signature=signature(layers[path], found, shapes),
                 **found,
                 splits=tuple(
                     replace(
                         option,
                         dims=_batch_dims(option, first, second),
-                        joined=_joined(option, path, program),
-                        norms_before=_norms_before(option, norms, first),
+                        joined=joined(option, path, program),
+                        meets_before=_meets_before(option, list(meets), first),
+                        read=_nbytes(option, 0, by_name, first, second, rows),
+                        made=_nbytes(option, 1, by_name, first, second, rows),
                     )
-                    for option in first.options.get(path, ())
+                    for option in _in_order(first.options.get(path, ()), first)
+                    if option.rule != "row" or allows_rows(option, path, program, layers)
                 ),
             )
         )
@@ -109,12 +112,60 @@ def graph_of(
     )
 
 
-def _norms_before(option: SplitOption, norms: list[str], run: Run) -> int:
-    """Batch norms that were done before the option's last module was."""
+def meets_of(layer: nn.Module, path: str, run: Run) -> dict[str, str]:
+    """Modules in which replicas meet, by path, in the order they ran; how they meet."""
+    found = {
+        name: kind
+        for name, module in layer.named_modules(prefix=path)
+        if (kind := meeting_of(module)) is not None
+    }
+    done = {name: i for i, name in enumerate(run.shapes)}
+    return dict(sorted(found.items(), key=lambda item: done.get(item[0], len(done))))
+
+
+def meeting_of(module: nn.Module) -> str | None:
+    """How the replicas of a module meet, as `ir.expand` names it; None: they do not."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return "norm"
+    if isinstance(module, MoE):
+        kind = "choice" if module.router_kind == "expert-choice" else "route"
+        return f"{kind}+loss" if module.has_loss else kind
+    return None
+
+
+def _in_order(options: tuple[SplitOption, ...], run: Run) -> list[SplitOption]:
+    """Options in the order in which their last modules ran."""
+    done = {name: i for i, name in enumerate(run.shapes)}
+    return sorted(options, key=lambda option: done.get(option.modules[-1], len(done)))
+
+
+def _meets_before(option: SplitOption, meets: list[str], run: Run) -> int:
+    """Meetings that were over when the option's last module made its collectives."""
+    if option.path in meets:
+        return meets.index(option.path) + 1  # a router meets before it sends
     done = list(run.shapes)
     if option.modules[-1] not in run.shapes:
         return 0
-    return len(set(norms) & set(done[: done.index(option.modules[-1])]))
+    return len(set(meets) & set(done[: done.index(option.modules[-1])]))
+
+
+def _nbytes(
+    option: SplitOption,
+    side: int,
+    params: dict[str, nn.Parameter],
+    first: Run,
+    second: Run,
+    rows: tuple[int, int],
+) -> Linear:
+    """Bytes of what a Linear or convolution that is split alone reads (side 0) or makes (1)."""
+    if option.rule not in ("column", "row", "conv") or option.path not in first.shapes:
+        return Linear()
+    item = params[option.params[0][0]].element_size()
+    a, b = (
+        float(item * sum(torch.Size(shape).numel() for shape in run.shapes[option.path][side]))
+        for run in (first, second)
+    )
+    return line_through(a, b, rows)
 
 
 def _batch_dims(option: SplitOption, first: Run, second: Run) -> BatchDims:
@@ -129,36 +180,6 @@ def _batch_dims(option: SplitOption, first: Run, second: Run) -> BatchDims:
         return tuple(changed(x, y) for x, y in zip(a[side], b[side], strict=False))
 
     return dims(0), dims(1)
-
-
-_KEEPS_COLUMNS = {
-    "view",
-    "reshape",
-    "flatten",
-    "float",
-    "double",
-    "to",
-    "contiguous",
-    "__getitem__",
-}
-
-
-def _joined(option: SplitOption, path: str, program: Program | None) -> str:
-    """Whether a lone column split's output goes straight into a cross-entropy."""
-    if option.joined != "returned" or option.rule != "column" or program is None:
-        return "gather"
-    makers = [op for op in program.ops if op.layer == path]
-    values = {v for op in makers for v in op.outputs}
-    for op in program.ops:
-        if not values.intersection(op.inputs):
-            continue
-        name = getattr(op.target, "__name__", "")
-        if name == "cross_entropy":
-            return "loss"
-        if name not in _KEEPS_COLUMNS:
-            return "gather"
-        values.update(op.outputs)
-    return "gather"
 
 
 def changed(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:

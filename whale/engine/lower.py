@@ -28,6 +28,8 @@ from whale.ir.sharding import Piece
 from whale.nn.batch_norm import OwnBatchNorm, SyncedBatchNorm
 from whale.nn.deferred import WeightQueue
 from whale.nn.forwards import replace_forward
+from whale.nn.moe.layer import MoE
+from whale.nn.moe.parallel import ExpertForward, MeetingForward, Replicas
 from whale.nn.randomness import CallNames, KeyedRandom
 from whale.nn.shard import Shard
 from whale.nn.sharded import RowsAround, can_defer, defer_weights
@@ -80,6 +82,7 @@ def lower(
     names = CallNames(context)
     shards = _install_splits(plan, rank, modules, groups, context, names, captured)
     own_norms = _install_norms(plan, rank, local, groups)
+    _install_meetings(plan, rank, local, groups)
     random = install_randomness(
         local, captured, context, names, shards, whole=len(plan.stages) == 1
     )
@@ -226,13 +229,14 @@ def _skippable(plan: Plan, local: nn.Module, stages: set[int]) -> frozenset[int]
         for t in plan.taskgraphs
         if t.splits and t.virtual_device != plan.stages[t.stage].virtual_device
     }
-    joined |= {s.index for s in plan.stages if any(layer.num_norms for layer in s.layers)}
+    joined |= {s.index for s in plan.stages if any(any(layer.meets) for layer in s.layers)}
     return frozenset(stages - joined)
 
 
 def norms_of_own_rows(plan: Plan, model: nn.Module) -> list[str]:
     """Batch norms that the plan lets each of several replicas compute from its own rows."""
-    joined = {layer.path for stage in plan.stages for layer in stage.layers if layer.num_norms}
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    joined = {layer.path for layer in layers if "norm" in layer.meets}
     found = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -269,6 +273,29 @@ def _install_norms(plan: Plan, rank: int, local: nn.Module, groups: Groups) -> l
             )
         replace_forward(module, SyncedBatchNorm(module, groups.name_of(mine.ranks)))
     return kept
+
+
+def _install_meetings(plan: Plan, rank: int, local: nn.Module, groups: Groups) -> None:
+    """Mixtures of experts in a stage of several replicas: statistics are those of all rows."""
+    for path, module in local.named_modules():
+        if not isinstance(module, MoE):
+            continue
+        stage = stage_of_module(plan, path)
+        device = plan.stages[stage].virtual_device
+        if rank not in device.ranks or len(device.replicas) == 1:
+            continue
+        mine = next(g for g in sum_groups([r.ranks for r in device.replicas]) if rank in g.ranks)
+        if mine.leads != mine.ranks:
+            raise PlanError(
+                f"the experts of {path} are in stage {stage}, whose replicas have different widths",
+                hint="give its replicas the same number of devices",
+            )
+        meeting = Replicas(groups.name_of(mine.ranks))
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, ExpertForward):
+            forward.meet(meeting, mine.ranks)
+        else:
+            replace_forward(module, MeetingForward(module, meeting))
 
 
 def layer_of_module(plan: Plan, path: str) -> str | None:

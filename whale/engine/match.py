@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from whale.engine.heads import Call, Follower, Inside, attentions, is_elementwise, query_shape
+from whale.engine.lone import is_returned, stays_sharded
 from whale.engine.program import Program, tensors_in, tree_map
 from whale.engine.rules import user_rule
 from whale.engine.trace import GlueTracer, is_cache
@@ -27,6 +28,7 @@ from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
 from whale.nn.attention import supported
 from whale.nn.forwards import replace_forward
+from whale.nn.moe.layer import MoE
 from whale.nn.sharded import features, is_linear, linear_dims
 
 Names = dict[int, str]
@@ -36,7 +38,10 @@ Names = dict[int, str]
 def split_options(
     path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names
 ) -> tuple[SplitOption, ...]:
-    """All the ways found to shard the modules of one Layer; no module appears twice."""
+    """All the ways found to shard the modules of one Layer.
+
+    No module appears twice, but for a lone Linear: by columns, and by rows right after.
+    """
     modules = {
         f"{path}.{name}" if path and name else path or name: module
         for name, module in layer.named_modules()
@@ -51,6 +56,7 @@ def split_options(
                 options.append(option)
 
     add(_user_options(modules, names))
+    add(_expert_options(modules, names, args, kwargs))
     add(_multihead_options(modules, names))
     inside = _inside(path, layer, modules, args, kwargs, names)
     if inside is not None:
@@ -59,8 +65,41 @@ def split_options(
     add(_leaf_options(modules, names))
     if inside is None:
         grad = any(t.requires_grad for t in tensors_in((args, kwargs)))
-        return tuple(replace(o, entered=int(grad), joined="returned") for o in options)
-    return tuple(_lone(o, inside.program) if o.rule in ("column", "conv") else o for o in options)
+        options = [replace(o, entered=int(grad), joined="returned") for o in options]
+    else:
+        program = inside.program
+        options = [_lone(o, program) if o.rule in ("column", "conv") else o for o in options]
+    found: list[SplitOption] = []
+    for option in options:
+        found.append(option)
+        if option.rule == "column" and _may_cut_rows(option, layer, inside):
+            row = _by_rows(option, modules[option.path], names)
+            returned = inside is None or is_returned(inside.program, option.path)
+            found.append(replace(row, joined="returned" if returned else "gather"))
+    return tuple(found)
+
+
+def _may_cut_rows(option: SplitOption, layer: nn.Module, inside: Inside | None) -> bool:
+    """Whether a lone Linear by rows is an alternative, as far as its Layer's inside shows.
+
+    It runs once there, or is the Layer, and nothing works on the columns of its output.
+    """
+    if inside is None:
+        return is_linear(layer)
+    calls = sum(op.layer == option.path for op in inside.program.ops)
+    return calls == 1 and not stays_sharded(inside.program, option.path, inside.modules)
+
+
+def _by_rows(column: SplitOption, module: nn.Module, names: Names) -> SplitOption:
+    """The same Linear cut by its input features."""
+    size = features(module)[1]
+    return replace(
+        column,
+        rule="row",
+        units=size,
+        unit="rows",
+        params=tuple(_row_params(module, size, names)),
+    )
 
 
 def _lone(option: SplitOption, program: Program) -> SplitOption:
@@ -377,6 +416,27 @@ def _multihead_options(modules: dict[str, nn.Module], names: Names) -> Iterable[
             unit="heads",
             params=tuple(params),
         )
+
+
+def _expert_options(
+    modules: dict[str, nn.Module], names: Names, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterable[SplitOption]:
+    """Mixtures of experts, by expert."""
+    grad = any(t.requires_grad for t in tensors_in((args, kwargs)))
+    for index, (path, module) in enumerate(modules.items()):
+        if isinstance(module, MoE):
+            count = module.num_experts
+            cut = DimSharding(dim=0, sections=(count,), units=count)
+            yield SplitOption(
+                rule="experts",
+                path=path,
+                modules=(path, *(f"{path}.{n}" for n, _ in module.named_modules() if n)),
+                units=count,
+                unit="experts",
+                params=tuple((_weight_name(module, names, n), cut) for n in ("w_in", "w_out")),
+                # What comes before it in its Layer has parameters, so its input has a gradient.
+                entered=int(grad or index > 0),
+            )
 
 
 def _leaf_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:

@@ -111,12 +111,12 @@ def _backward(path: str) -> SubAction:
 
 
 def _layer_groups(step: Step) -> Iterator[tuple[int, ...]]:
-    """The groups that collectives inside Layers use: splits, and batch norm's replicas."""
+    """The groups that collectives inside Layers use: splits, and where replicas meet."""
     for taskgraph in step.plan.taskgraphs:
         if taskgraph.splits:
             yield from (replica.ranks for replica in taskgraph.virtual_device.replicas)
     for stage in step.plan.stages:
-        if any(layer.num_norms for layer in stage.layers):
+        if any(any(layer.meets) for layer in stage.layers):
             for sync in sum_groups([r.ranks for r in stage.virtual_device.replicas]):
                 yield sync.ranks
 

@@ -18,8 +18,18 @@ from whale.ir.sharding import DimSharding
 from whale.nn.attention import MultiheadForward, OwnHeads
 from whale.nn.column_shard import plain
 from whale.nn.forwards import replace_forward
+from whale.nn.moe.layer import MoE
+from whale.nn.moe.parallel import ExpertForward
 from whale.nn.shard import Shard
-from whale.nn.sharded import Column, ColumnConv, LoneColumn, Row, SharedInput, VocabEmbedding
+from whale.nn.sharded import (
+    Column,
+    ColumnConv,
+    LoneColumn,
+    LoneRow,
+    Row,
+    SharedInput,
+    VocabEmbedding,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +133,12 @@ def _install_column(
     replace_forward(module, LoneColumn(module, shard, shard.cuts[-1]))
 
 
+def _install_row(
+    path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
+) -> None:
+    replace_forward(parts[0], LoneRow(parts[0], shard))
+
+
 def _install_embedding(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
@@ -134,6 +150,14 @@ def _install_conv(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
     replace_forward(parts[0], ColumnConv(parts[0], shard, shard.cuts[-1]))
+
+
+def _install_experts(
+    path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
+) -> None:
+    module = parts[0]
+    assert isinstance(module, MoE)
+    replace_forward(module, ExpertForward(module, shard))
 
 
 def _install_user(
@@ -156,7 +180,9 @@ _INSTALL: dict[str, Callable[[str, list[nn.Module], Shard, dict[str, nn.Module]]
     "attention": _install_attention,
     "multihead": _install_multihead,
     "column": _install_column,
+    "row": _install_row,
     "embedding": _install_embedding,
     "conv": _install_conv,
+    "experts": _install_experts,
     "user": _install_user,
 }

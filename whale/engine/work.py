@@ -181,12 +181,17 @@ def _join(into: Counts, other: Counts) -> None:
     into.largest = max(into.largest, other.largest)
 
 
+def line_through(a: float, b: float, rows: tuple[int, int]) -> Linear:
+    """The quantity that is `a` and `b` at two numbers of rows."""
+    slope = (b - a) / (rows[1] - rows[0])
+    return Linear(fixed=a - slope * rows[0], per_row=slope)
+
+
 def costs(first: Counts, second: Counts, rows: tuple[int, int]) -> dict[str, Any]:
     """The cost fields of a Layer from its counts at two numbers of rows."""
 
     def line(a: float, b: float) -> Linear:
-        slope = (b - a) / (rows[1] - rows[0])
-        return Linear(fixed=a - slope * rows[0], per_row=slope)
+        return line_through(a, b, rows)
 
     nothing = [0.0, 0.0, 0.0]
     totals = [

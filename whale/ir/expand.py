@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from whale.ir.homes import Bucket, sum_groups
+from whale.ir.model_graph import SplitOption
 from whale.ir.plan import Plan, SplitLayer, StageLayer, StagePlan
 from whale.ir.schedule import Action
 
@@ -24,6 +25,8 @@ class SubAction:
     carries: str = ""
     """What a collective moves: a Layer's `input` or `output`, a few numbers per `row`, or a batch
     norm's `statistics`."""
+    split: str = ""
+    """The path of the split that a collective belongs to."""
 
     def __str__(self) -> str:
         where = f"@{','.join(map(str, self.ranks))}" if self.ranks else ""
@@ -37,9 +40,20 @@ _INSIDE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attention": (("all_reduce output",), ("all_reduce* input",)),
     "multihead": (("all_reduce output",), ("all_reduce* input",)),
     "embedding": (("all_reduce output",), ()),
+    "experts": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
     "conv": (("all_gather output",), ("all_reduce* input",)),
     "column": (("all_gather output",), ("all_reduce* input",)),
+    "row": (("all_reduce output",), ("all_gather* input",)),
     "column/loss": (("all_gather row", "all_reduce row", "all_reduce row"), ("all_reduce* input",)),
+}
+# (forward, backward) collectives where replicas meet: what they tell each other about their rows.
+_MEETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "": ((), ()),
+    "norm": (("all_gather",), ("all_reduce",)),
+    "route": (("all_gather",), ()),
+    "route+loss": (("all_gather", "all_reduce"), ("all_reduce",)),
+    "choice": (("all_gather", "all_gather"), ()),
+    "choice+loss": (("all_gather", "all_gather", "all_reduce"), ("all_reduce",)),
 }
 # The same where the split spans several data parallel replicas: `+` per input that has rows.
 _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -56,6 +70,10 @@ _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("all_gather output", "all_reduce* input"),
     ),
     "embedding": (("all_gather input", "reduce_scatter output"), ("all_gather output",)),
+    "experts": (
+        ("all_to_all input", "all_to_all output"),
+        ("all_to_all output", "all_to_all* input"),
+    ),
     "conv": (
         ("all_gather input", "all_to_all output"),
         ("all_to_all output", "reduce_scatter* input"),
@@ -63,6 +81,10 @@ _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "column": (
         ("all_gather input", "all_to_all output"),
         ("all_to_all output", "reduce_scatter* input"),
+    ),
+    "row": (
+        ("all_to_all input", "reduce_scatter output"),
+        ("all_gather output", "all_to_all* input"),
     ),
     "column/loss": (
         (
@@ -78,9 +100,12 @@ _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def split_collectives(
-    split: SplitLayer, ranks: tuple[int, ...], *, bridged: bool, backward: bool
+    split: SplitLayer | SplitOption, ranks: tuple[int, ...], *, bridged: bool, backward: bool
 ) -> list[SubAction]:
-    """The collectives of one sharded module, in order; none known for a user's own rule."""
+    """The collectives of one sharded module, in order; none known for a user's own rule.
+
+    Asked of an option too: the planner prices it before it chooses.
+    """
     key = "column/loss" if (split.rule, split.joined) == ("column", "loss") else split.rule
     table = _BRIDGED if bridged else _INSIDE
     found: list[SubAction] = []
@@ -91,7 +116,13 @@ def split_collectives(
             times = split.entered
         elif name.endswith("+"):
             times = sum(dim is not None for dim in split.dims[0])
-        action = SubAction(kind="collective", name=name.rstrip("*+"), ranks=ranks, carries=carries)
+        action = SubAction(
+            kind="collective",
+            name=name.rstrip("*+"),
+            ranks=ranks,
+            carries=carries,
+            split=split.path,
+        )
         found += [action] * times
     return found
 
@@ -108,19 +139,18 @@ def layer_actions(
     rows = next(
         g for g in sum_groups([r.ranks for r in stage.virtual_device.replicas]) if rank in g.ranks
     )
-    # Batch norm gathers its statistics, and sums what their gradient needs.
-    norm = SubAction(
-        kind="collective",
-        name="all_reduce" if backward else "all_gather",
-        ranks=rows.ranks,
-        carries="statistics",
-    )
-    num_norms = layer.num_norms if len(rows.ranks) > 1 else 0
+    meets = [
+        [
+            SubAction(kind="collective", name=name, ranks=rows.ranks, carries="statistics")
+            for name in _MEETS[kind][backward]
+        ]
+        for kind in (layer.meets if len(rows.ranks) > 1 else ())
+    ]
     inside: list[SplitLayer] = []
     if rank in taskgraph.virtual_device.ranks:
         inside = [s for s in taskgraph.splits if _within(s.path, layer.path)]
     if not inside:
-        return found + [norm] * num_norms
+        return found + [action for meet in (meets[::-1] if backward else meets) for action in meet]
     replica, _ = taskgraph.virtual_device.position(rank)
     ranks = taskgraph.virtual_device.replicas[replica].ranks
     bridged = taskgraph.virtual_device != stage.virtual_device
@@ -129,17 +159,16 @@ def layer_actions(
         # the backward comes before.
         loss = SubAction(kind="collective", name="all_gather", ranks=ranks, carries="row")
         found.insert(0, loss)
-    # Norms and splits in the order they run: forward up, backward down.
-    steps: list[SubAction] = []
+    # Meetings and splits in the order they run: forward up, backward down.
+    steps: list[list[SubAction]] = []
     given = 0
     for split in inside:
-        before = min(split.norms_before, num_norms)
-        steps += [norm] * (before - given)
-        there = split_collectives(split, ranks, bridged=bridged, backward=backward)
-        steps += reversed(there) if backward else there
+        before = min(split.meets_before, len(meets))
+        steps += meets[given:before]
+        steps.append(split_collectives(split, ranks, bridged=bridged, backward=backward))
         given = max(given, before)
-    steps += [norm] * (num_norms - given)
-    return found + (steps[::-1] if backward else steps)
+    steps += meets[given:]
+    return found + [action for step in (steps[::-1] if backward else steps) for action in step]
 
 
 def _within(path: str, layer: str) -> bool:

@@ -39,6 +39,18 @@ class Parameter:
         return count
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A quantity of a Layer for a number of rows: `fixed + rows * per_row`."""
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def at(self, rows: float) -> float:
+        """The quantity for so many rows; nothing is computed for none."""
+        return self.fixed + rows * self.per_row if rows else 0.0
+
+
 BatchDims = tuple[tuple[int | None, ...], tuple[int | None, ...]]
 
 
@@ -46,7 +58,8 @@ BatchDims = tuple[tuple[int | None, ...], tuple[int | None, ...]]
 class SplitOption:
     """One way to shard some modules of a Layer.
 
-    The rule, its units, and where each parameter is cut.
+    The rule, its units, and where each parameter is cut. A lone Linear has two, by columns and by
+    rows, of which the planner takes one.
     """
 
     rule: str
@@ -64,20 +77,12 @@ class SplitOption:
     joined: str = "gather"
     """What becomes of a lone column split's output: `gather`, or `loss` (vocabulary parallel);
     `returned` while capture only knows that it is its Layer's output."""
-    norms_before: int = 0
-    """Batch norms of its Layer that run before it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """A quantity of a Layer for a number of rows: `fixed + rows * per_row`."""
-
-    fixed: float = 0.0
-    per_row: float = 0.0
-
-    def at(self, rows: float) -> float:
-        """The quantity for so many rows; nothing is computed for none."""
-        return self.fixed + rows * self.per_row if rows else 0.0
+    meets_before: int = 0
+    """How many of its Layer's `meets` come before it."""
+    read: Linear = Linear()
+    """Bytes of the input of a module split alone; 0: not known, those of its Layer are taken."""
+    made: Linear = Linear()
+    """Bytes of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +114,9 @@ class Layer:
     flops: float = 0.0
     flops_per_row: float = 0.0
     splits: tuple[SplitOption, ...] = ()
-    num_norms: int = 0
+    meets: tuple[str, ...] = ()
+    """Where its replicas meet, in the order they do: `norm` (batch norm), `route` and `choice` (the
+    routers of experts, with `+loss` if they have one)."""
     """Batch norms in it: each sums its statistics over the replicas."""
     work: tuple[Work, ...] = ()
     glue: tuple[Work, ...] = ()
@@ -277,7 +284,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "params": list(layer.params),
         "flops": layer.flops,
         "flops_per_row": layer.flops_per_row,
-        "num_norms": layer.num_norms,
+        "meets": list(layer.meets),
         "work": [_work_dict(w) for w in layer.work],
         "glue": [_work_dict(w) for w in layer.glue],
         "kept": [layer.kept.fixed, layer.kept.per_row],
@@ -296,7 +303,9 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
                 "inside": list(o.inside),
                 "entered": o.entered,
                 "joined": o.joined,
-                "norms_before": o.norms_before,
+                "meets_before": o.meets_before,
+                "read": [o.read.fixed, o.read.per_row],
+                "made": [o.made.fixed, o.made.per_row],
                 "params": {name: sharding.to_dict() for name, sharding in o.params},
             }
             for o in layer.splits
@@ -312,7 +321,7 @@ def _layer_from(data: dict[str, Any]) -> Layer:
         params=tuple(data["params"]),
         flops=data["flops"],
         flops_per_row=data["flops_per_row"],
-        num_norms=data["num_norms"],
+        meets=tuple(data["meets"]),
         work=tuple(_work_from(w) for w in data["work"]),
         glue=tuple(_work_from(w) for w in data["glue"]),
         kept=_linear(data["kept"]),
@@ -331,7 +340,9 @@ def _layer_from(data: dict[str, Any]) -> Layer:
                 inside=tuple(o["inside"]),
                 entered=o["entered"],
                 joined=o["joined"],
-                norms_before=o["norms_before"],
+                meets_before=o["meets_before"],
+                read=_linear(o["read"]),
+                made=_linear(o["made"]),
                 params=tuple(
                     (name, DimSharding.from_dict(sharding))
                     for name, sharding in o["params"].items()

@@ -52,8 +52,8 @@ class SplitLayer:
     """Distinct inputs that need a gradient."""
     joined: str = "gather"
     """What a lone column split's output meets: `gather` or `loss`."""
-    norms_before: int = 0
-    """Batch norms of its Layer that run before it."""
+    meets_before: int = 0
+    """How many of its Layer's `meets` come before it."""
 
     def units(self, replica: int, shard: int) -> tuple[int, int]:
         """The units [low, high) of one shard."""
@@ -101,8 +101,8 @@ class StageLayer:
     path: str
     taskgraph: int
     params: tuple[str, ...]
-    num_norms: int = 0
-    """Batch norms that meet their replicas; 0 too where each normalises its own rows."""
+    meets: tuple[str, ...] = ()
+    """Where replicas meet, as in the ModelGraph's Layer; "" where they could and do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +252,7 @@ class Plan:
                             "inside": list(s.inside),
                             "entered": s.entered,
                             "joined": s.joined,
-                            "norms_before": s.norms_before,
+                            "meets_before": s.meets_before,
                             "params": {name: d.to_dict() for name, d in s.params},
                         }
                         for s in t.splits
@@ -270,7 +270,7 @@ class Plan:
                             "path": x.path,
                             "taskgraph": x.taskgraph,
                             "params": list(x.params),
-                            "num_norms": x.num_norms,
+                            "meets": list(x.meets),
                         }
                         for x in s.layers
                     ],
@@ -352,7 +352,7 @@ class Plan:
                             path=x["path"],
                             taskgraph=x["taskgraph"],
                             params=tuple(x["params"]),
-                            num_norms=x["num_norms"],
+                            meets=tuple(x["meets"]),
                         )
                         for x in s["layers"]
                     ),
@@ -413,7 +413,7 @@ def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:
                 inside=tuple(s["inside"]),
                 entered=s["entered"],
                 joined=s["joined"],
-                norms_before=s["norms_before"],
+                meets_before=s["meets_before"],
                 params=tuple((name, DimSharding.from_dict(d)) for name, d in s["params"].items()),
             )
             for s in data["splits"]

@@ -94,6 +94,14 @@ class Shard:
             return collectives.leave(x, self.group)
         return collectives.leave_rows(x, 0, self.rows.scaled(x.shape[0]), self.group)
 
+    def cut(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        """The own part along `dim` of a whole input, `size` elements in all: back from `join`."""
+        sizes = self.sizes(size)
+        if self.rows is None:
+            return collectives.scatter(x, dim, sizes, self.group)
+        rows = self.rows.scaled_own(x.shape[0], self.index)
+        return collectives.exchange(x, dim, sizes, 0, rows, self.group)
+
     def join(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """The whole output out of shards along `dim`, `size` elements in all."""
         sizes = self.sizes(size)

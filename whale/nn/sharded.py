@@ -188,6 +188,23 @@ class LoneColumn:
         return ColumnShard(local, self.shard, self.columns)
 
 
+class LoneRow:
+    """A Linear split by rows with nothing to pair it with: it takes its own columns of the input.
+
+    Inside a replica they are there; across replicas they are exchanged for the own rows.
+    """
+
+    def __init__(self, module: Any, shard: Shard) -> None:
+        self.module, self.shard = module, shard
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The replaced forward."""
+        x = plain(x)
+        own = self.shard.cut(x, x.dim() - 1, x.shape[-1])
+        out = self.shard.leave(product(self.module, own, None))
+        return out if self.module.bias is None else out + self.module.bias
+
+
 class _Counted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: bool) -> torch.Tensor:

@@ -135,7 +135,8 @@ def _build(
     stage_of_layer = [stage_of_taskgraph[layer.taskgraph] for layer in graph.layers]
     stage_of_node, edges = assign_stages(graph.nodes, stage_of_layer)
     users = users_of(graph, stage_of_layer, stage_of_node)
-    splits = _splits(graph, placement, shares, stage_of_layer)
+    rejected: list[str] = []
+    splits = _splits(graph, placement, shares, stage_of_layer, rejected)
     bridged = [
         t.index
         for t in graph.taskgraphs
@@ -177,7 +178,7 @@ def _build(
         bucket_bytes=_bucket_bytes(graph, config),
         num_communicators=config.communication.num_communicators,
         strategy=_describe(graph, placement),
-        rejected=tuple(shares.shortages),
+        rejected=(*shares.shortages, *dict.fromkeys(rejected)),
     )
     plan = replace(plan, groups=_groups_of(plan))
     plan = replace(plan, prices=price(plan, graph, costs, shares.binds))
@@ -222,14 +223,21 @@ def _stage_layers(
             path=graph.layers[i].path,
             taskgraph=graph.layers[i].taskgraph,
             params=graph.layers[i].params,
-            num_norms=graph.layers[i].num_norms if joined_norms else 0,
+            meets=tuple(
+                "" if kind == "norm" and not joined_norms else kind
+                for kind in graph.layers[i].meets
+            ),
         )
         for i in order
     )
 
 
 def _splits(
-    graph: ModelGraph, placement: Placement, shares: Shares, stage_of_layer: list[int]
+    graph: ModelGraph,
+    placement: Placement,
+    shares: Shares,
+    stage_of_layer: list[int],
+    rejected: list[str],
 ) -> dict[int, tuple[SplitLayer, ...]]:
     glue = {name for node in graph.nodes if node.layer is None for name in node.params}
     in_layers = {name for layer in graph.layers for name in layer.params}
@@ -243,7 +251,9 @@ def _splits(
         stage_layers = [i for i, s in enumerate(stage_of_layer) if s == stage]
         device = placement.taskgraph_devices[t.index]
         bridged = device != placement.stage_devices[stage]
-        found[t.index] = choose_splits(graph, t, device, shares, stage_layers, glue, bridged)
+        found[t.index] = choose_splits(
+            graph, t, device, shares, stage_layers, glue, bridged, rejected
+        )
     return found
 
 
@@ -260,7 +270,10 @@ def _taskgraph_plan(
     total = sum(graph.parameter(name).numel for name in names)
     shared = sum(graph.parameter(name).numel for name in names if name in cut)
     flops = sum(layer.flops_per_row for layer in graph.layers) or 1.0
-    whole = dict.fromkeys(n.rpartition(".")[0] for n in names if n not in cut)
+    # The bias of a row split is whole, its module is not.
+    covered = {path for split in splits for path in split.modules}
+    outside = [n.rpartition(".")[0] for n in names if n not in cut]
+    whole = dict.fromkeys(module for module in outside if module not in covered)
     return TaskGraphPlan(
         index=taskgraph.index,
         name=taskgraph.name,

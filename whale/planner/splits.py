@@ -14,6 +14,7 @@ from whale.ir.model_graph import ModelGraph, SplitOption, TaskGraph
 from whale.ir.plan import AROUND, Home, SplitLayer
 from whale.ir.sharding import cuts
 from whale.ir.virtual_device import VirtualDevice
+from whale.planner.rules import choose_rules
 from whale.planner.shares import Shares
 
 
@@ -45,18 +46,23 @@ def choose_splits(
     stage_layers: Sequence[int],
     glue_params: set[str],
     bridged: bool,
+    rejected: list[str],
 ) -> tuple[SplitLayer, ...]:
     """The splits of one TaskGraph, cut as `shares` says.
 
     An option is left out when a shard would get no unit, or when a parameter it cuts is read whole
     elsewhere in the same stage (one rank cannot hold both), or when the split spans several data
-    parallel replicas (`bridged`) and its input has no rows to gather.
+    parallel replicas (`bridged`) and its input has no rows to gather. Of a Linear's two the cheaper
+    stays; what lost goes to `rejected`.
     """
     width = max(len(replica.ranks) for replica in device.replicas)
     if width == 1:
         return ()
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
     options = [o for o in options if o.units >= width and (_has_rows(o) or not bridged)]
+    # The other users of a tied weight (an embedding, most often) cut what are columns here.
+    tied = {p.name for p in graph.parameters if p.aliases}
+    options = [o for o in options if o.rule != "row" or o.params[0][0] not in tied]
     changed = True
     while changed:
         kept = [o for o in options if not _read_whole(graph, o, options, stage_layers, glue_params)]
@@ -71,7 +77,8 @@ def choose_splits(
             "register a rule (wh.register_rule)",
             where=taskgraph.where,
         )
-    return tuple(_cut(o, device, shares) for o in options)
+    chosen = choose_rules(options, device, shares, bridged, rejected)
+    return tuple(_cut(o, device, shares) for o in chosen)
 
 
 def _has_rows(option: SplitOption) -> bool:
@@ -122,7 +129,7 @@ def _cut(option: SplitOption, device: VirtualDevice, shares: Shares) -> SplitLay
         inside=option.inside,
         entered=option.entered,
         joined=option.joined,
-        norms_before=option.norms_before,
+        meets_before=option.meets_before,
     )
 
 

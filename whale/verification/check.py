@@ -261,8 +261,7 @@ def _fold(
     for module in model.modules():
         if tag_of(module):
             module.__dict__[TAG] = tags[tag_of(module)]
-    made = parallel.plan(model, cluster=small.cluster, batch=batch, loss=loss, config=settings)
-    return made, small.text
+    return small.plan, small.text
 
 
 # ---- the processes -------------------------------------------------------------------------------

@@ -29,10 +29,11 @@ Counts = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """A smaller world: its devices, what each device count became, and both in words."""
+    """A smaller world: its devices, what each device count became, its plan, and all in words."""
 
     cluster: Cluster
     counts: Counts
+    plan: Plan
     text: str
 
 
@@ -48,6 +49,7 @@ def fold(
     if cluster is not None:
         check_size(plan, cluster)
     devices = cluster.devices if cluster is not None else _devices_of(plan)
+    graph = _with_rules_of(plan, graph)
     counts = sorted({s.count for t in graph.taskgraphs for s in t.tag if s.count is not None})
     for strict in (True, False):
         wanted = _axes(plan, devices, strict)
@@ -59,12 +61,26 @@ def fold(
                     continue
                 made = _try(small, chosen, config, plan, refusal)
                 if made is not None and _axes(made, chosen.devices, strict) == wanted:
-                    return Fold(cluster=chosen, counts=mapping, text=_describe(plan, made))
+                    return Fold(
+                        cluster=chosen, counts=mapping, plan=made, text=_describe(plan, made)
+                    )
     raise PlanError(
         f"the plan for {plan.num_ranks} ranks cannot be folded to {MAX_RANKS} or fewer and keep "
         f"its axes: {plan.strategy}",
         hint="verify a model with fewer stages, or with annotations of smaller device counts",
     )
+
+
+def _with_rules_of(plan: Plan, graph: ModelGraph) -> ModelGraph:
+    """The graph with the rules that the plan chose: on fewer devices another might be cheaper."""
+    chosen = {s.path: s.rule for t in plan.taskgraphs for s in t.splits}
+    layers = (
+        replace(
+            layer, splits=tuple(o for o in layer.splits if chosen.get(o.path, o.rule) == o.rule)
+        )
+        for layer in graph.layers
+    )
+    return replace(graph, layers=tuple(layers))
 
 
 def check_size(plan: Plan, cluster: Cluster) -> None:

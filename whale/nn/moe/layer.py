@@ -156,11 +156,11 @@ class MoE(nn.Module):
         with torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext():
             logits = F.linear(tokens.to(wide), self.router.weight.to(wide))
         routed, scores = self._route(logits, meeting)
+        # Before the tokens travel: replicas meet in one place.
+        loss = self._loss(logits, scores, routed, meeting) if self.has_loss else None
         out = compute(tokens, routed).view_as(x)
         self._count(routed)
-        if not self.has_loss:
-            return out
-        return out, self._loss(logits, scores, routed, meeting)
+        return out if loss is None else (out, loss)
 
     def here(self, tokens: Tensor, routed: Routed) -> Tensor:
         """The experts' part where every expert is on this device."""

@@ -14,8 +14,6 @@ are brought into the order of expert, then source, which is the order one device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -67,16 +65,18 @@ class ExpertForward:
     Args:
         module: With its own experts' weights.
         shard: The group, and which experts are whose.
-        meeting: The replicas of the stage; None where there is one.
-        places: Where the group's members are among those replicas.
     """
 
-    def __init__(
-        self, module: MoE, shard: Shard, meeting: Meeting | None, places: Sequence[int]
-    ) -> None:
+    def __init__(self, module: MoE, shard: Shard) -> None:
         self.module, self.shard = module, shard
-        self.meeting = meeting or Alone()
-        self.places = list(places)
+        self.meeting: Meeting = Alone()
+        self.places: list[int] = []
+
+    def meet(self, meeting: Replicas, ranks: tuple[int, ...]) -> None:
+        """From now on it is one of several replicas of its stage: those of `ranks`."""
+        self.meeting = meeting
+        members = communicator(self.shard.group).ranks
+        self.places = [ranks.index(rank) for rank in members if rank in ranks]
 
     def __call__(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """The replaced forward."""

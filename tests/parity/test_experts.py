@@ -1,0 +1,68 @@
+"""Experts under every router, balance and capacity, on every layout: equal to one device."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.parity.expert_zoo import EXPERT_LAYOUTS
+from tests.parity.parity import compare
+
+TOLERANCE = 1e-9
+ROUTERS = ("top-k/1", "top-k/2", "prototype/2", "expert-choice/2")
+BALANCES = ("bias", "loss", "loss+z", "none")
+CAPACITIES = ("none", "0.5", "1.25")
+
+Point = tuple[str, str, str, str]
+
+
+def every_point() -> list[Point]:
+    """The product, less what the layer refuses: expert choice is balanced as it is."""
+    return [
+        point
+        for point in product(EXPERT_LAYOUTS, ROUTERS, BALANCES, CAPACITIES)
+        if not (point[1].startswith("expert-choice") and point[2].startswith("loss"))
+    ]
+
+
+def pairwise_cover(points: list[Point]) -> set[Point]:
+    """A part of the points in which every two values that meet anywhere meet (greedily)."""
+
+    def pairs(point: Point) -> set[tuple[int, str, int, str]]:
+        return {(i, point[i], j, point[j]) for i in range(4) for j in range(i + 1, 4)}
+
+    missing = set().union(*(pairs(point) for point in points))
+    chosen: set[Point] = set()
+    while missing:
+        best = max(points, key=lambda point: len(pairs(point) & missing))
+        chosen.add(best)
+        missing -= pairs(best)
+    return chosen
+
+
+POINTS = every_point()
+CHOSEN = pairwise_cover(POINTS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "router", "balance", "capacity"),
+    [
+        pytest.param(*point, id="-".join(point), marks=() if point in CHOSEN else pytest.mark.full)
+        for point in POINTS
+    ],
+)
+def test_equal_to_one_device(layout: str, router: str, balance: str, capacity: str) -> None:
+    worst = compare(f"moe/{router}/{balance}/{capacity}", layout)
+    assert worst["loss"] < TOLERANCE, worst
+    assert worst["gradient"] < TOLERANCE, worst
+    assert worst["weight"] < TOLERANCE, worst
+    if layout.startswith("experts"):
+        split = {path for path, rule in worst["rules"].items() if rule == "experts"}
+        assert split == {"blocks.0.moe", "blocks.1.moe"}
+
+
+def test_the_cover_is_small_and_whole() -> None:
+    assert len(CHOSEN) < len(POINTS) / 4
+    for axis in range(4):
+        assert {p[axis] for p in CHOSEN} == {p[axis] for p in POINTS}
