@@ -6,9 +6,12 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: train test test-full lint docs clean
+.PHONY: train train-lm test test-full lint docs clean
 
 train: .venv/.whale
+	$(BIN)/whale train m6-tiny
+
+train-lm: .venv/.whale
 	$(BIN)/whale launch -n 4 examples/train_lm.py
 
 test: lint

@@ -20,9 +20,12 @@ from whale.errors import ConfigError, WhaleError
 
 COMMANDS: Mapping[str, str] = {
     "calibrate": "measure this machine's devices and links into a profile for plans",
+    "generate": "write a caption, an answer or a text, or draw, with a trained M6",
     "launch": "start N ranks of a script, on one node or several",
     "plan": "how to run a model on a cluster that need not be there: time, memory, energy",
+    "search": "rank pictures for a text, or texts for a picture, with a trained M6",
     "simulate": "the timeline of a plan: a table, a page, a trace",
+    "train": "train a run (a preset or a TOML file) on ranks of this machine",
     "verify": "run a plan on CPU processes and compare it with one device",
 }
 BAD_INPUT = 2
