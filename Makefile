@@ -15,10 +15,10 @@ train-lm: .venv/.whale
 	$(BIN)/whale launch -n 4 examples/train_lm.py
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-full: .venv/.test
-	$(BIN)/python -m pytest -n 2 --full
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --full
 
 lint: .venv/.test
 	$(BIN)/ruff check .

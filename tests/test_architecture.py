@@ -21,7 +21,8 @@ VAGUE_NAMES = {"utils", "util", "common", "base", "helpers", "misc"}
 # `annotations` are leaves that may be read; the sides meet in `parallel`, `verification` and `cli`.
 ALLOWED: Mapping[str, frozenset[str]] = {
     "errors": frozenset(),
-    "config": frozenset({"errors"}),
+    "config_groups": frozenset({"errors"}),
+    "config": frozenset({"errors", "config_groups"}),
     "ir": frozenset({"errors"}),
     "cost": frozenset({"errors", "ir"}),
     "sim": frozenset({"errors", "ir", "cost"}),
@@ -30,12 +31,16 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "annotations": frozenset({"errors", "ir"}),
     "runtime": frozenset({"errors", "config", "ir"}),
     "nn": frozenset({"errors", "ir", "runtime"}),
-    "engine": frozenset({"errors", "config", "ir", "annotations", "runtime", "nn"}),
+    "engine": frozenset(
+        {"errors", "config", "config_groups", "ir", "annotations", "runtime", "nn"}
+    ),
     "models": frozenset({"errors", "annotations", "nn"}),
     "datasets": frozenset({"errors"}),
 }
 MAY_IMPORT_ANYTHING = frozenset({"parallel", "verification", "training", "cli"})
-TORCH_FREE = frozenset({"errors", "config", "ir", "cost", "sim", "planner", "viz", "datasets"})
+TORCH_FREE = frozenset(
+    {"errors", "config_groups", "config", "ir", "cost", "sim", "planner", "viz", "datasets"}
+)
 
 Imports = dict[str, frozenset[str]]
 

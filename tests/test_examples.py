@@ -1,4 +1,4 @@
-"""The examples run and give what one device gives; README shows them as they are."""
+"""The examples run and give what one device gives; README and guides show them as they are."""
 
 from __future__ import annotations
 
@@ -8,13 +8,27 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+import whale as wh
+from whale.models.m6.config import presets
+from whale.models.m6.model import M6
+from whale.models.m6.objectives import example_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 MAX_CHANGED_LINES = 10
+# Of which two are the import and the loop's own: four say how the model is parallel.
+EXPERT_LINES = [
+    "wh.init()",
+    "wh.set_default_strategy(wh.replicate())",
+    'wh.annotate(model, {"blocks.*.ffn": wh.split()})',
+    "step = wh.parallelize(model, optimizer=adamw, batch=batch)",
+]
 TOLERANCE = 1e-5
 # Eight ranks on two cores spend most of their time importing torch.
 SECONDS = 240
@@ -57,19 +71,23 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step .*?loss (\S+)", output, re.MULTILINE)]
 
 
-def readme() -> str:
-    return (ROOT / "README.md").read_text(encoding="utf-8")
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", readme(), re.MULTILINE | re.DOTALL)
+CODE = [
+    (page, number)
+    for page in ("README.md", "docs/guides/experts.md")
+    for number in range(len(blocks("python", page)))
+]
 
 
-def changes() -> list[str]:
+def changes(name: str) -> list[str]:
     """What differs between the plain example and its parallel twin, as a unified diff."""
     plain, parallel = (
-        (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
-        for name in ("three_d_plain.py", "three_d.py")
+        (EXAMPLES / file).read_text(encoding="utf-8").splitlines()
+        for file in (f"{name}_plain.py", f"{name}.py")
     )
     return list(difflib.unified_diff(plain, parallel, n=1, lineterm=""))[2:]
 
@@ -84,12 +102,47 @@ def test_three_dimensions_equal_one_device():
 
 
 def test_three_dimensions_take_ten_lines():
-    added = [line for line in changes() if line.startswith("+")]
+    added = [line for line in changes("three_d") if line.startswith("+")]
     assert 0 < len(added) <= MAX_CHANGED_LINES
 
 
-def test_readme_shows_the_diff():
-    assert blocks("diff") == ["\n".join(changes()) + "\n"]
+@limit(2 * SECONDS)
+def test_experts_equal_one_device():
+    expected = losses(run("examples/experts_plain.py"))
+    found = losses(launch(2, "experts.py"))
+    assert len(expected) == 10
+    assert expected[-1] < expected[0]
+    assert found == pytest.approx(expected, abs=TOLERANCE, rel=0)
+
+
+def test_experts_take_four_lines():
+    added = [line.removeprefix("+") for line in changes("experts") if line.startswith("+")]
+    loop = ['    loss = step(batch)["loss"]', "    if step.rank == 0:"]
+    printed = [line for line in added if line.startswith("        print(")]
+    assert added == ["import whale as wh", *EXPERT_LINES, *loop, *printed]
+
+
+def test_the_four_lines_spread_the_experts_and_nothing_else():
+    config = replace(presets["m6-tiny"], moe_every=1)
+    wh.set_default_strategy(wh.replicate())
+    try:
+        with torch.device("meta"):
+            model = M6(config)
+            batch = example_batch(config, rows=8)
+        wh.annotate(model, {"blocks.*.ffn": wh.split()})
+    finally:
+        wh.set_default_strategy(None)
+    plan = wh.plan(model, cluster="1x2xCPU", batch=batch)
+    split = {s.path: s.rule for t in plan.taskgraphs for s in t.splits}
+    assert split == {f"blocks.{i}.ffn": "experts" for i in range(config.num_layers)}
+    cut = {home.name for home in plan.homes if home.splits}
+    assert cut == {f"{path}.{weight}" for path in split for weight in ("w_in", "w_out")}
+
+
+def test_pages_show_the_diffs():
+    three_d, experts = ("\n".join(changes(name)) + "\n" for name in ("three_d", "experts"))
+    assert blocks("diff") == [three_d, experts]
+    assert blocks("diff", "docs/guides/experts.md") == [experts]
 
 
 @limit(SECONDS)
@@ -103,8 +156,8 @@ def test_train_lm():
 
 
 @limit(SECONDS)
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_readme_code_runs(number, tmp_path):
+@pytest.mark.parametrize(("page", "number"), CODE)
+def test_code_of_pages_runs(page, number, tmp_path):
     script = tmp_path / "block.py"
-    script.write_text(blocks("python")[number], encoding="utf-8")
+    script.write_text(blocks("python", page)[number], encoding="utf-8")
     run(str(script))

@@ -276,7 +276,7 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
     paths in which `*` does not cross a dot and `[...]` is a set; alternatives are joined by `|`;
     `""` is the root. A tuple of primitives nests them, outermost first: `{"decoder.*": (wh.stage(),
     wh.split(2))}`. Where two entries match, the one that matched deeper in the tree is the inner
-    one.
+    one. `"..."` is the rest: all modules that no other entry with `replicate` or `split` reaches.
     """
     where = _caller()
     paths = {path: module for path, module in model.named_modules(remove_duplicate=False)}
@@ -291,8 +291,10 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
             )
         scopes.append((pattern, tuple(p._fresh() for p in primitives)))
     matched: dict[str, list[tuple[int, Tag]]] = {}
-    for pattern, tag in scopes:
-        hits = [path for path in paths if _matches(pattern, path)]
+    reached: set[str] = set()
+    for pattern, tag in sorted(scopes, key=lambda scope: scope[0] == _REST):
+        rest = pattern == _REST
+        hits = _rest(paths, reached) if rest else [p for p in paths if _matches(pattern, p)]
         if not hits:
             nearest = ", ".join(itertools.islice((p for p in paths if p), 6))
             raise AnnotationError(
@@ -300,9 +302,12 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
                 hint=f"module paths look like: {nearest} ...; `*` does not cross a dot",
                 where=where,
             )
+        if any(scope.shards for scope in tag):
+            reached.update(hits)
         for hit in hits:
             prefix = f"{hit}." if hit else ""
             depth = hit.count(".") + 1 if hit else 0
+            depth += len(paths) * rest  # inside of any stage
             for path in paths:
                 if path == hit or path.startswith(prefix):
                     matched.setdefault(path, []).append((depth, tag))
@@ -314,6 +319,21 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
             check_nesting(tag[: depth + 1])
         paths[path].__dict__[TAG] = tag
     return model
+
+
+_REST = "..."
+
+
+def _rest(paths: Iterable[str], reached: set[str]) -> list[str]:
+    """The uppermost modules that are neither in nor around any of `reached`."""
+    around = {path[:end] for path in reached for end, c in enumerate(path) if c == "."}
+    around |= reached | ({""} if reached else set())
+    found: list[str] = []
+    for path in paths:
+        parents = {path[:end] for end, c in enumerate(path) if c == "."} | {""}
+        if path not in around and parents.isdisjoint(reached) and parents.isdisjoint(found):
+            found.append(path)
+    return found
 
 
 def _matches(pattern: str, path: str) -> bool:

@@ -1,190 +1,40 @@
 """Config: every setting of Whale in one frozen tree, checked when it is made.
 
 Place in the flow: made by the user (or `wh.init`) first; the planner and the runtime read it.
-It covers EPL's 26 keys: `EPL_KEYS` says where each one went. A setting whose feature is not there
-yet is refused, never ignored.
+It covers EPL's 26 keys: `EPL_KEYS` says where each one went. The groups are in `config_groups`.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, fields
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
+from whale.config_groups import (
+    SCHEDULES,
+    AmpConfig,
+    AutoConfig,
+    ClusterConfig,
+    CommunicationConfig,
+    GradientCheckpointConfig,
+    IoConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    SettingGroup,
+    ZeroConfig,
+    check,
+    default,
+    setting,
+    types_of,
+    words,
+)
 from whale.errors import ConfigError
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 ENVIRONMENT_PREFIX = "WHALE_"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
-    """What a field's value must satisfy beyond its type."""
-
-    minimum: float | None = None
-    above: float | None = None
-    choices: tuple[object, ...] | None = None
-    device_list: bool = False
-    missing: str | None = None
-    """The feature it belongs to, when that is not available yet: only the default passes."""
-    why: str | None = None
-    """The reason behind the rule, printed as the hint."""
-
-
-def _setting(default: Any, **rule: Any) -> Any:
-    return field(default=default, metadata={"rule": _Rule(**rule)})
-
-
-class _Group:
-    """A group of settings: checks each of its fields when it is made."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        # GradientCheckpointConfig holds the keys gradient_checkpoint.*
-        words = re.findall("[A-Z][a-z]+", type(self).__name__.removesuffix("Config"))
-        _check(self, prefix="_".join(words).lower() + ".")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineConfig(_Group):
-    """Micro-batches and the order in which stages run them."""
-
-    num_micro_batch: int = _setting(1, minimum=1)
-    """Micro-batches of one step: a pipeline with several stages, gradient accumulation with one."""
-    schedule: str = _setting("1f1b", choices=SCHEDULES)
-    """Order of forwards and backwards: gpipe, 1f1b, interleaved or zero-bubble."""
-    num_stages: int | None = _setting(None, minimum=1)
-    """Stages the planner cuts in auto mode; None lets it choose."""
-    num_chunks: int | None = _setting(None, minimum=1)
-    """Stages per device group for the interleaved schedule; None lets the planner choose."""
-
-    def __post_init__(self) -> None:
-        _Group.__post_init__(self)
-        if self.num_chunks not in (None, 1) and self.schedule in ("gpipe", "1f1b"):
-            raise ConfigError(
-                f"pipeline.num_chunks = {self.num_chunks} with pipeline.schedule = "
-                f"{self.schedule!r}: that schedule runs one stage per device group",
-                hint='set pipeline.schedule to "interleaved", or leave pipeline.num_chunks out',
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutoConfig(_Group):
-    """What the planner may decide by itself."""
-
-    auto_parallel: bool = _setting(False)
-    """Let the planner choose what no annotation fixes; annotations stay constraints."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientCheckpointConfig(_Group):
-    """Recompute of activations. Not available yet."""
-
-    type: str = _setting("", missing="recompute")
-    """What is recomputed in the backward pass; empty for nothing."""
-    end_taskgraph: int = _setting(-1, missing="recompute")
-    """Last TaskGraph that is recomputed; -1 for all."""
-    check_gradients: bool = _setting(False, missing="recompute")
-    """Compare the gradients with those computed without recompute."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroConfig(_Group):
-    """Sharded optimizer state, gradients and weights. Not available yet."""
-
-    level: str = _setting("", missing="ZeRO")
-    """What is sharded over the replicas; empty for nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadConfig(_Group):
-    """Weights and optimizer state in host memory. Not available yet."""
-
-    level: str = _setting("", missing="offload")
-    """What lives in host memory; empty for nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AmpConfig(_Group):
-    """Mixed precision. Not available yet."""
-
-    level: str = _setting("", missing="mixed precision")
-    """Which operations run in low precision; empty for none."""
-    loss_scale: str | float = _setting("dynamic", missing="mixed precision")
-    """Factor on the loss against underflow: "dynamic" or a number."""
-    debug_log: bool = _setting(False, missing="mixed precision")
-    """Log every cast."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig(_Group):
-    """Clipping and the update."""
-
-    max_grad_norm: float | None = _setting(None, above=0)
-    """Clip the global gradient norm of the whole model to this; None for no clipping."""
-    num_apply_group: int = _setting(1, minimum=1, missing="group-wise apply")
-    """Groups in which the update is applied one after another, to save memory."""
-    elementwise: bool | None = _setting(None)
-    """Whether the optimizer updates each element from that element alone; None: by its class."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig(_Group):
-    """How TaskGraphs are placed on devices."""
-
-    device_place_prefer_intra_node: bool = _setting(True)
-    """Keep a model replica inside a node; False keeps the replicas of a stage inside a node."""
-    colocate_split_and_replicate: bool = _setting(False)
-    """TaskGraphs with a device count share devices instead of taking disjoint ones."""
-    run_visible_devices: str = _setting("", device_list=True)
-    """Local device indices this process may use, such as "0,1"; empty for all."""
-    balance: str = _setting("time", choices=("time", "speed", "equal"))
-    """Shares of unequal devices: by predicted time and memory, by peak FLOPs, or none."""
-    profile: str = _setting("")
-    """The file `whale calibrate` wrote for these devices; empty: figures from data sheets."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommunicationConfig(_Group):
-    """How gradients are reduced."""
-
-    num_communicators: int = _setting(1, minimum=1)
-    """Process groups over which gradient buckets are dealt; with NCCL a second one blocks hosts."""
-    bucket_bytes: int = _setting(25_000_000, minimum=1)
-    """Size of a fused gradient buffer."""
-    max_splits: int | None = _setting(None, minimum=1)
-    """At most this many buckets per group of ranks, besides a small first one; None: no limit."""
-    sparse_as_dense: bool = _setting(False)
-    """EPL's key: Whale always accumulates and reduces dense gradients, with either value."""
-    clip_after_allreduce: bool = _setting(
-        True,
-        choices=(True,),
-        why="a clipped part depends on the layout, so Whale always clips reduced gradients",
-    )
-    """Clip reduced gradients. Always so in Whale; EPL's default was False."""
-    gradients_reduce_method: str = _setting("mean", choices=("mean", "sum"))
-    """Divide the summed gradients by the global count of samples or valid tokens, or do not."""
-    batch_norm: str = _setting("global", choices=("global", "local"))
-    """Normalise by all replicas' rows, as one device does, or each by its own, as DDP does."""
-    symmetric_memory: bool = _setting(False)
-    """Sum through memory the GPUs of a node share, where NCCL's latency counts; NVLink only."""
-    fp16: bool = _setting(False, missing="low precision communication")
-    """Reduce and exchange in half precision."""
-    fp16_scale: int = _setting(128, missing="low precision communication")
-    """Factor before the cast to half precision, divided out after it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IoConfig(_Group):
-    """How a loader is read."""
-
-    drop_last: bool = _setting(False)
-    """Drop a last global batch that is smaller than the others instead of training on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
@@ -219,11 +69,11 @@ class Config:
     """Gradient reduction."""
     io: IoConfig
     """Loaders."""
-    seed: int = _setting(0, minimum=0)
+    seed: int = setting(0, minimum=0)
     """Seed of every parameter's own generator, so that any layout starts from the same weights."""
-    timeout_seconds: float = _setting(600.0, above=0)
+    timeout_seconds: float = setting(600.0, above=0)
     """How long a rank waits for the others before it gives up."""
-    check_parts: bool = _setting(True)
+    check_parts: bool = setting(True)
     """Compare parts against the whole on a small real batch when a step is built."""
 
     def __init__(
@@ -254,9 +104,9 @@ class Config:
                 value = group(**{**environment.get(name, {}), **_group_values(name, value)})
             object.__setattr__(self, name, value)
         for name in _PLAIN:
-            fallback = environment.get("", {}).get(name, _default(Config, name))
+            fallback = environment.get("", {}).get(name, default(Config, name))
             object.__setattr__(self, name, fallback if given[name] is None else given[name])
-        _check(self, prefix="", only=_PLAIN)
+        check(self, prefix="", only=_PLAIN)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
@@ -288,7 +138,7 @@ class Config:
 _GROUPS: Mapping[str, type[Any]] = {
     name: kind
     for name, kind in get_type_hints(Config).items()
-    if isinstance(kind, type) and issubclass(kind, _Group)
+    if isinstance(kind, type) and issubclass(kind, SettingGroup)
 }
 _TOP_LEVEL = frozenset(f.name for f in fields(Config))
 _PLAIN = tuple(f.name for f in fields(Config) if f.name not in _GROUPS)
@@ -424,7 +274,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 def _parse(variable: str, text: str, hint: Any) -> object:
     """The value of an environment variable, read as the type of its setting."""
-    types = _types_of(hint)
+    types = types_of(hint)
     if NoneType in types and text.lower() in ("", "none"):
         return None
     truth = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -439,61 +289,5 @@ def _parse(variable: str, text: str, hint: Any) -> object:
     if str in types:
         return text
     raise ConfigError(
-        f"{variable} = {text!r}; allowed: {_words(types)}", hint=f"unset {variable} for the default"
+        f"{variable} = {text!r}; allowed: {words(types)}", hint=f"unset {variable} for the default"
     )
-
-
-def _types_of(hint: Any) -> tuple[type, ...]:
-    return get_args(hint) or (hint,)
-
-
-def _words(types: Iterable[type]) -> str:
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    return " or ".join("None" if t is NoneType else words[t] for t in types)
-
-
-def _default(owner: Any, name: str) -> Any:
-    return next(f.default for f in fields(owner) if f.name == name)
-
-
-def _check(values: Any, *, prefix: str, only: Iterable[str] | None = None) -> None:
-    """Raise for the first field whose value breaks its type or its rule."""
-    hints = get_type_hints(type(values))
-    for f in fields(values):
-        if only is not None and f.name not in only:
-            continue
-        assert f.default is not MISSING, f.name
-        key, value, types = prefix + f.name, getattr(values, f.name), _types_of(hints[f.name])
-        rule: _Rule = f.metadata["rule"]
-        # bool is an int to Python, but `num_stages = True` is a mistake.
-        fits = type(value) in types or (float in types and type(value) is int)
-        problem = None if fits else _words(types)
-        if fits and value is not None:
-            problem = _broken(rule, value)
-        if problem:
-            raise ConfigError(
-                f"{key} = {value!r}; allowed: {problem}; the default is {f.default!r}",
-                hint=rule.why,
-            )
-        if rule.missing and value != f.default:
-            raise ConfigError(
-                f"{key} = {value!r}: {rule.missing} is not available yet; allowed: the default, "
-                f"{f.default!r}",
-                hint=f"leave {key} out",
-            )
-
-
-def _broken(rule: _Rule, value: Any) -> str | None:
-    """What is allowed, when the value is not."""
-    # Written as `not >=` so that NaN fails too.
-    if rule.minimum is not None and not value >= rule.minimum:
-        return f"{rule.minimum} or more"
-    if rule.above is not None and not rule.above < value < float("inf"):
-        return f"a finite number above {rule.above}"
-    if rule.choices is not None and value not in rule.choices:
-        return ", ".join(repr(choice) for choice in rule.choices)
-    if rule.device_list and value:
-        indices = [part.strip() for part in value.split(",")]
-        if not all(part.isdecimal() for part in indices) or len({*indices}) < len(indices):
-            return 'different device indices joined by commas, such as "0,1"'
-    return None

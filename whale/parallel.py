@@ -25,6 +25,7 @@ from whale.cost.compute import Training
 from whale.engine.capture import Captured, capture
 from whale.engine.lower import lower
 from whale.engine.parts import check_parts
+from whale.engine.stacked_experts import check_balance
 from whale.engine.step import OptimizerFactory, Step
 from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
@@ -128,6 +129,7 @@ def parallelize(
         )
     check_same_weights(model, rank, num_ranks, _local_device(settings))
     if settings.check_parts:
+        check_balance(model, plan)
         check_parts(model, batch, loss)
     names = frozenset(outputs or ())
     lowered = lower(
@@ -139,7 +141,7 @@ def parallelize(
         device=_local_device(settings),
         seed=settings.seed,
         timeout=timedelta(seconds=settings.timeout_seconds),
-        symmetric=settings.communication.symmetric_memory,
+        communication=settings.communication,
         outputs=names,
     )
     group = _group_of(plan, rank)

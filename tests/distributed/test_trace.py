@@ -61,6 +61,12 @@ CASES = [
     ("moe/top-k/1/bias/1.25", "experts-nested"),
     ("moe/expert-choice/2/none/none", "experts-4"),
     ("moe/top-k/2/loss/none", "experts-staged"),
+    ("hf_toy", "hf-across-4"),
+    ("hf_toy", "hf-nested"),
+    ("hf_qwen_moe", "hf-inside"),
+    ("moe/top-k/1/bias/none", "experts-chunks"),
+    ("moe/top-k/2/bias/none", "columns-across"),
+    ("moe/top-k/2/loss/1.25", "experts-levels-chunks"),
 ]
 
 

@@ -17,7 +17,7 @@ import whale as wh
 from tests.parity import zoo
 from tests.parity.layouts import M2, M3, Annotate, Layout, pipeline, whole
 
-NUM_EXPERTS = 6
+NUM_EXPERTS = 10
 DIM, HIDDEN = 16, 12
 NUM_BLOCKS = 2
 
@@ -31,10 +31,10 @@ class Block(nn.Module):
         self.mix = nn.Linear(2 * DIM, DIM)
         self.moe = wh.nn.MoE(DIM, HIDDEN, NUM_EXPERTS, **options)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | None]:
         y = self.norm(x)
         y = self.mix(torch.cat([y, y.cumsum(1) / 4.0], -1))
-        out = self.moe(y)
+        out = self.moe(y, valid)
         more, loss = out if isinstance(out, tuple) else (out, None)
         return x + more, loss
 
@@ -59,7 +59,7 @@ class ExpertLM(nn.Module):
         x = self.embedding(tokens)
         losses = []
         for block in self.blocks:
-            x, loss = block(x)
+            x, loss = block(x, labels != zoo.IGNORED)
             if loss is not None:
                 losses.append(loss)
         total = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
@@ -110,6 +110,18 @@ def experts(*primitives: Any) -> Annotate:
     return annotate
 
 
+def columns(annotate: Annotate) -> Annotate:
+    """The same with every expert cut by its hidden columns: tensor parallel experts."""
+
+    def changed(model: nn.Module, paths: list[str]) -> Any:
+        for module in model.modules():
+            if isinstance(module, wh.nn.MoE):
+                module.split_by = "columns"
+        return annotate(model, paths)
+
+    return changed
+
+
 def in_stages(model: nn.Module, paths: list[str]) -> Any:
     """Two stages, each with its experts over its devices."""
     return wh.annotate(
@@ -123,6 +135,8 @@ def in_stages(model: nn.Module, paths: list[str]) -> Any:
     )
 
 
+LEVELS = {"communication.all_to_all": "two-level"}
+CHUNKS = {"communication.token_chunks": 2}
 SHARED = {"cluster.colocate_split_and_replicate": True}
 EXPERT_LAYOUTS: dict[str, Layout] = {
     layout.name: layout
@@ -132,7 +146,27 @@ EXPERT_LAYOUTS: dict[str, Layout] = {
         Layout("experts-2", 2, experts(wh.split)),
         Layout("experts-3-uneven", 3, experts(wh.split), M2, speeds=(3.0, 1.0, 2.0)),
         Layout("experts-4", 4, experts(wh.split), M3),
+        Layout("experts-8", 8, experts(wh.split), LEVELS, num_nodes=2),
         Layout("experts-groups", 4, experts(lambda: wh.split(2)), {**SHARED, **M2}),
+        Layout("experts-levels", 4, experts(wh.split), {**LEVELS, **M2}, num_nodes=2),
+        Layout(
+            "experts-levels-uneven",
+            4,
+            experts(wh.split),
+            LEVELS,
+            speeds=(1.0, 1.5, 1.0, 1.2),
+            num_nodes=2,
+        ),
+        Layout("experts-chunks", 2, experts(wh.split), {**CHUNKS, **M2}),
+        Layout("experts-levels-chunks", 4, experts(wh.split), {**LEVELS, **CHUNKS}, num_nodes=2),
+        Layout("columns-inside", 2, columns(whole(wh.split)), speeds=(2.0, 1.0)),
+        Layout("columns-across", 3, columns(experts(wh.split)), M2, speeds=(1.0, 2.0, 1.0)),
+        Layout(
+            "columns-nested",
+            4,
+            columns(whole(lambda: wh.replicate(4), lambda: wh.split(2))),
+            M2,
+        ),
         Layout("experts-inside", 2, whole(wh.split)),
         Layout("experts-inside-uneven", 2, whole(wh.split), M2, speeds=(2.0, 1.0)),
         Layout("experts-nested", 4, whole(lambda: wh.replicate(4), lambda: wh.split(2)), M2),

@@ -6,8 +6,9 @@ How each annotates a model, on how many ranks, with what settings.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ import whale as wh
 from whale.engine.capture import capture
 from whale.ir.cluster import Cluster, Device, Node
 
-Annotate = Callable[[nn.Module, list[str]], Any]
+Annotate = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Layout:
     nested: bool = False
     paces: tuple[float, ...] | None = None
     """Declared FLOPs per second, by which the planner chooses shares, cuts and order itself."""
+    num_nodes: int = 1
+    """Nodes among which the devices stand, as many in each."""
 
     def __post_init__(self) -> None:
         if self.speeds is not None:
@@ -42,7 +45,7 @@ class Layout:
         devices = tuple(
             Device(
                 rank=r,
-                node=0,
+                node=r * self.num_nodes // self.num_ranks,
                 type="CPU",
                 memory_bytes=8 * 10**9,
                 speed=s,
@@ -50,7 +53,24 @@ class Layout:
             )
             for r, s in enumerate(speeds)
         )
-        return Cluster(devices=devices, nodes=(Node(index=0),))
+        return Cluster(devices=devices, nodes=tuple(Node(index=i) for i in range(self.num_nodes)))
+
+
+class LayerPaths(Sequence[str]):
+    """The model's Layers in execution order, found when a layout asks for them."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Any) -> None:
+        self._of = (model, batch, loss)
+
+    @cached_property
+    def _found(self) -> list[str]:
+        return layer_paths(*self._of)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._found[index]
 
 
 def layer_paths(model: nn.Module, batch: Any, loss: Any) -> list[str]:
@@ -267,4 +287,6 @@ def layout_named(name: str) -> Layout:
     """A layout of the matrix, or one the planner chooses."""
     if name in LAYOUTS or name in HETEROGENEOUS:
         return LAYOUTS.get(name) or HETEROGENEOUS[name]
+    if name.startswith("hf-"):
+        return importlib.import_module("tests.parity.hf_expert_zoo").HF_EXPERT_LAYOUTS[name]  # type: ignore[no-any-return]
     return importlib.import_module("tests.parity.expert_zoo").EXPERT_LAYOUTS[name]  # type: ignore[no-any-return]

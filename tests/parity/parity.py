@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Iterable
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 import whale as wh
 from tests.parity import zoo
-from tests.parity.layouts import layer_paths, layout_named
+from tests.parity.layouts import LayerPaths, layout_named
 from tests.parity.reference import Reference, greatest_entry, relative_error, train_reference
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 from whale.ir.virtual_device import micro_batch_cuts
 
 ROWS = 7
@@ -34,7 +35,7 @@ def train(
     wh.init()
     batches = [in_dtype(case.batch(seed, ROWS), dtype) for seed in range(STEPS)]
     model = case.build().to(dtype)
-    layout.annotate(model, layer_paths(model, batches[0], case.loss))
+    layout.annotate(model, LayerPaths(model, batches[0], case.loss))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step = wh.parallelize(
         model,
@@ -81,15 +82,67 @@ def in_dtype(batch: Any, dtype: torch.dtype) -> Any:
 
 def compare(case_name: str, layout_name: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """The largest errors of loss, gradients and weights over all ranks."""
-    case, layout = zoo.case(case_name), layout_named(layout_name)
-    micro = layout.config.get("pipeline.num_micro_batch", 1)
+    layout = layout_named(layout_name)
+    max_norm = (more or {}).get("optimizer.max_grad_norm")
+    truth = _truth(case_name, layout.config.get("pipeline.num_micro_batch", 1), max_norm)
+    results = run_ranks(layout.num_ranks, train, case_name, layout_name, more, timeout=110.0)
+    return worst_errors(results, truth, with_gradients=max_norm is None)
+
+
+AT_ONCE = 5
+"""Cases that one set of ranks trains: starting the ranks takes longer than training."""
+
+
+def grouped(points: Iterable[tuple[str, str]]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """For each (case, layout) the cases that are trained with it, on the same ranks."""
+    by_layout: dict[str, list[str]] = {}
+    for case_name, layout_name in points:
+        by_layout.setdefault(layout_name, []).append(case_name)
+    found = {}
+    for layout_name, cases in by_layout.items():
+        for low in range(0, len(cases), AT_ONCE):
+            group = tuple(cases[low : low + AT_ONCE])
+            found.update({(case_name, layout_name): group for case_name in group})
+    return found
+
+
+def compare_in_group(case_name: str, layout_name: str, cases: tuple[str, ...]) -> dict[str, Any]:
+    """As `compare`, of one of several cases that share their ranks."""
+    try:
+        return _compare_several(cases, layout_name)[case_name]
+    except RankFailure:
+        # Which of them it was shows alone.
+        return compare(case_name, layout_name)
+
+
+@cache
+def _compare_several(cases: tuple[str, ...], layout_name: str) -> dict[str, dict[str, Any]]:
+    layout = layout_named(layout_name)
+    results = run_ranks(
+        layout.num_ranks, _train_several, cases, layout_name, timeout=60.0 + 25.0 * len(cases)
+    )
+    return {
+        case_name: worst_errors(
+            [result[case_name] for result in results],
+            _truth(case_name, layout.config.get("pipeline.num_micro_batch", 1), None),
+            with_gradients=True,
+        )
+        for case_name in cases
+    }
+
+
+def _train_several(cases: tuple[str, ...], layout_name: str) -> dict[str, dict[str, Any]]:
+    return {case_name: train(case_name, layout_name) for case_name in cases}
+
+
+@cache
+def _truth(case_name: str, micro: int, max_norm: float | None) -> Reference:
+    """Layouts with as many micro-batches have one truth."""
+    case = zoo.case(case_name)
     points = micro_batch_cuts(ROWS, micro)
     sizes = [b - a for a, b in zip(points, points[1:], strict=False)]
     batches = [case.batch(seed, ROWS) for seed in range(STEPS)]
-    max_norm = (more or {}).get("optimizer.max_grad_norm")
-    truth = train_reference(case, batches, [sizes] * STEPS, ADAMW, max_norm=max_norm)
-    results = run_ranks(layout.num_ranks, train, case_name, layout_name, more, timeout=110.0)
-    return worst_errors(results, truth, with_gradients=max_norm is None)
+    return train_reference(case, batches, [sizes] * STEPS, ADAMW, max_norm=max_norm)
 
 
 def compare_with_one_rank(case_name: str, layout_name: str, dropout: float) -> dict[str, Any]:

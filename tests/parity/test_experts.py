@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from tests.parity.expert_zoo import EXPERT_LAYOUTS
-from tests.parity.parity import compare
+from tests.parity.parity import compare_in_group, grouped
 
 TOLERANCE = 1e-9
 ROUTERS = ("top-k/1", "top-k/2", "prototype/2", "expert-choice/2")
@@ -45,20 +45,34 @@ POINTS = every_point()
 CHOSEN = pairwise_cover(POINTS)
 
 
-@pytest.mark.parametrize(
-    ("layout", "router", "balance", "capacity"),
-    [
-        pytest.param(*point, id="-".join(point), marks=() if point in CHOSEN else pytest.mark.full)
-        for point in POINTS
-    ],
-)
+def case_of(point: Point) -> str:
+    return "moe/" + "/".join(point[1:])
+
+
+GROUPS = grouped((case_of(p), p[0]) for p in POINTS if p in CHOSEN)
+GROUPS |= grouped((case_of(p), p[0]) for p in POINTS if p not in CHOSEN)
+
+
+def _params() -> list[object]:
+    found = []
+    for point in POINTS:
+        group = GROUPS[case_of(point), point[0]]
+        marks = [pytest.mark.xdist_group("-".join([point[0], *group]))]
+        marks += [] if point in CHOSEN else [pytest.mark.full]
+        found.append(pytest.param(*point, id="-".join(point), marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "router", "balance", "capacity"), _params())
 def test_equal_to_one_device(layout: str, router: str, balance: str, capacity: str) -> None:
-    worst = compare(f"moe/{router}/{balance}/{capacity}", layout)
+    case = case_of((layout, router, balance, capacity))
+    worst = compare_in_group(case, layout, GROUPS[case, layout])
     assert worst["loss"] < TOLERANCE, worst
     assert worst["gradient"] < TOLERANCE, worst
     assert worst["weight"] < TOLERANCE, worst
-    if layout.startswith("experts"):
-        split = {path for path, rule in worst["rules"].items() if rule == "experts"}
+    if not layout.startswith("replicas"):
+        rule = "experts" if layout.startswith("experts") else "expert columns"
+        split = {path for path, found in worst["rules"].items() if found == rule}
         assert split == {"blocks.0.moe", "blocks.1.moe"}
 
 

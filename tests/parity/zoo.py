@@ -65,6 +65,8 @@ def case(name: str, *, dropout: float = 0.0) -> Case:
     """The case of this name; `dropout` goes to every dropout of the model that has any."""
     if name.startswith("moe/"):
         return importlib.import_module("tests.parity.expert_zoo").expert_case(name)  # type: ignore[no-any-return]
+    if name.startswith(("hf_mixtral", "hf_qwen_moe", "hf_toy")):
+        return importlib.import_module("tests.parity.hf_expert_zoo").hf_case(name)  # type: ignore[no-any-return]
     return _CASES[name](dropout) if name in _CASES else _BESIDE[name]()
 
 

@@ -70,6 +70,22 @@ def test_annotate_by_pattern() -> None:
         wh.annotate(model, {"encoder.*": wh.replicate()})
 
 
+def test_the_rest_is_what_no_other_entry_reaches() -> None:
+    model = nn.ModuleDict(
+        {
+            "first": nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())),
+            "last": nn.Linear(2, 2),
+        }
+    )
+    wh.annotate(model, {"...": wh.replicate(), "first.1.0": wh.split(), "last": wh.stage()})
+    assert kinds(model["first"][1][0]) == ["split"]
+    assert kinds(model["first"][1][1]) == kinds(model["first"][0]) == ["replicate"]
+    assert kinds(model["last"]) == ["stage", "replicate"]
+    assert not tag_of(model["first"]) and not tag_of(model["first"][1]) and not tag_of(model)
+    with pytest.raises(wh.AnnotationError, match=r"'\.\.\.' matches no module"):
+        wh.annotate(model, {"": wh.replicate(), "...": wh.replicate()})
+
+
 @pytest.mark.parametrize(
     ("outer", "inner"), [("split", "split"), ("split", "replicate"), ("stage", "pipeline")]
 )

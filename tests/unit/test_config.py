@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import whale.config
+import whale.config_groups
 from whale.config import EPL_KEYS, Config, PipelineConfig
 from whale.errors import ConfigError
 
@@ -44,6 +45,10 @@ DEFAULTS = {
     "communication.symmetric_memory": False,
     "communication.fp16": False,
     "communication.fp16_scale": 128,
+    "communication.bf16": False,
+    "communication.token_dtype": "",
+    "communication.token_chunks": 1,
+    "communication.all_to_all": "auto",
     "io.drop_last": False,
     "seed": 0,
     "timeout_seconds": 600.0,
@@ -251,8 +256,6 @@ def test_values_out_of_range_are_refused_with_both_values(key, value, allowed):
         ("amp.level", "O1"),
         ("amp.loss_scale", 128.0),
         ("amp.debug_log", True),
-        ("communication.fp16", True),
-        ("communication.fp16_scale", 64),
         ("optimizer.num_apply_group", 2),
     ],
 )
@@ -295,11 +298,12 @@ def test_a_group_alone_is_checked_too():
 
 
 def test_every_field_has_one_line_below_it():
-    tree = ast.parse(Path(whale.config.__file__).read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    sources = [Path(module.__file__) for module in (whale.config, whale.config_groups)]
+    nodes = [node for path in sources for node in ast.parse(path.read_text()).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     groups = [type(getattr(Config(), f.name)) for f in fields(Config)]
     checked = 0
-    for owner in [Config, *(g for g in groups if g.__module__ == "whale.config")]:
+    for owner in [Config, *(g for g in groups if g.__module__ == "whale.config_groups")]:
         body = classes[owner.__name__].body
         for node, after in zip(body, [*body[1:], None], strict=True):
             if isinstance(node, ast.AnnAssign):

@@ -7,27 +7,13 @@ benchmarks/results/heterogeneous-gpu.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from whale.cost.compute import CostModel
+from whale.cost.parts import Part
 from whale.ir.plan import Plan
 
 ALLOCATOR_SLACK = 0.05
 """What PyTorch's caching allocator loses to gaps and rounding: 2 to 8 % in training runs."""
-
-
-class Part(Protocol):
-    """What a rank has of a Layer."""
-
-    @property
-    def rows(self) -> float:
-        """Rows of a micro-batch."""
-        ...
-
-    @property
-    def width(self) -> float:
-        """Share of a split Layer's width."""
-        ...
 
 
 def workspace_bytes(
@@ -50,10 +36,11 @@ def workspace_bytes(
         for layer in reversed(plan.stages[stage].layers):
             found = costs.graph.layers[index[layer.path]]
             mine = part(layer.taskgraph, rank)
+            rows, width = mine.share(found)
             rules = {rules_of.get(o.path, o.rule) for o in found.splits}
             # Only columns leave the output cut; rows make all of it, to be summed.
             scale = mine.width if rules == {"column"} else 1.0
             made = costs.gradient_bytes[index[layer.path]] * (mine.width if found.splits else 1.0)
-            most = max(most, 2.0 * found.largest.at(mine.rows) * scale + made - freed)
-            freed += costs.kept_bytes(index[layer.path], rank, mine.rows, mine.width)
+            most = max(most, 2.0 * found.largest.at(rows) * scale + made - freed)
+            freed += costs.kept_bytes(index[layer.path], rank, rows, width)
     return most

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from whale.cost.bound import lower_bound_s
@@ -16,28 +16,18 @@ from whale.cost.comm import Group
 from whale.cost.compute import CostModel
 from whale.cost.crossing import crossing_bytes
 from whale.cost.memory import ALLOCATOR_SLACK, workspace_bytes
+from whale.cost.parts import NOTHING, Part, parts_of
 from whale.cost.roles import groups_inside, roles, stages_by_rank
 from whale.ir.expand import SubAction, layer_actions
-from whale.ir.homes import ITEM_BYTES, Bucket, all_syncs, rank_buckets
+from whale.ir.homes import ITEM_BYTES, Bucket, Stretch, all_syncs, rank_buckets
 from whale.ir.model_graph import Layer, ModelGraph
-from whale.ir.plan import Plan, StageLayer, StagePlan, TaskGraphPlan
+from whale.ir.plan import Home, Plan, StageLayer, StagePlan
 from whale.ir.prices import DevicePrice, MessagePrice, Prices, ReducePrice, StagePrice
 
 _NORM_BYTES = 8192
 """A batch norm's sums: two numbers per channel; what counts is the latency."""
 _ROW_BYTES = 16.0
 """A vocabulary parallel loss: the largest logit, the sum of exponentials, the label's logit."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a rank has of a Layer: rows of a micro-batch, and a share of its width."""
-
-    rows: float
-    width: float
-
-
-_NOTHING = _Part(0.0, 0.0)
 
 
 def price(
@@ -53,7 +43,7 @@ class _Pricer:
         self.index = {layer.path: i for i, layer in enumerate(graph.layers)}
         # The largest micro-batch: sizes differ by at most one row.
         self.rows = -(-plan.batch_rows // plan.num_micro_batch)
-        self._parts: dict[int, dict[int, _Part]] = {}
+        self._parts: dict[int, dict[int, Part]] = {}
         self._shapes: dict[tuple[int, ...], Group] = {}
         self._stages = stages_by_rank(plan)
         self._roles = roles(plan)
@@ -80,25 +70,11 @@ class _Pricer:
 
     # ---- compute --------------------------------------------------------------------------------
 
-    def part(self, taskgraph: int, rank: int) -> _Part:
+    def part(self, taskgraph: int, rank: int) -> Part:
         """What a rank has of a TaskGraph's Layers."""
         if taskgraph not in self._parts:
-            self._parts[taskgraph] = self._parts_of(self.plan.taskgraphs[taskgraph])
-        return self._parts[taskgraph].get(rank, _NOTHING)
-
-    def _parts_of(self, t: TaskGraphPlan) -> dict[int, _Part]:
-        found: dict[int, _Part] = {}
-        spans = _spans(t.virtual_device.row_cuts(self.rows))
-        for index, (replica, (first, end)) in enumerate(
-            zip(t.virtual_device.replicas, spans, strict=True)
-        ):
-            for shard, rank in enumerate(replica.ranks):
-                width = 1.0
-                if t.splits:
-                    low, high = t.splits[0].units(index, shard)
-                    width = (high - low) / t.splits[0].cuts_of(index)[-1]
-                found[rank] = _Part(float(end - first), width)
-        return found
+            self._parts[taskgraph] = parts_of(self.plan, taskgraph, self.rows)
+        return self._parts[taskgraph].get(rank, NOTHING)
 
     def _stage(self, stage: StagePlan) -> Iterable[StagePrice]:
         # Of hundreds of replicas most are alike: each kind is priced once.
@@ -136,14 +112,14 @@ class _Pricer:
             since = [0.0] * len(replicas)
             for layer in stage.layers:
                 index = self.index[layer.path]
+                found = self.graph.layers[index]
                 price = self.costs.backward_s if backward else self.costs.forward_s
                 for i, ranks in enumerate(replicas):
                     parts = [(rank, self.part(layer.taskgraph, rank)) for rank in ranks]
-                    since[i] += max(price(index, r, part.rows, part.width) for r, part in parts)
+                    since[i] += max(price(index, r, *part.share(found)) for r, part in parts)
                 taskgraph = self.plan.taskgraphs[layer.taskgraph]
                 bridged = taskgraph.virtual_device != stage.virtual_device
                 if any(layer.meets) or (bridged and taskgraph.splits):
-                    found = self.graph.layers[index]
                     totals[backward] += max(since) + self._collectives(
                         stage, layer, found, replicas[0][0], backward=backward
                     )
@@ -184,21 +160,18 @@ class _Pricer:
         for layer in stage.layers if has_rows else ():
             index = self.index[layer.path]
             found = self.graph.layers[index]
-            parts = {rank: self.part(layer.taskgraph, rank) for rank in ranks}
+            parts = {rank: self.part(layer.taskgraph, rank).share(found) for rank in ranks}
             times = [
                 (
-                    self.costs.forward_s(index, rank, part.rows, part.width),
-                    self.costs.backward_s(index, rank, part.rows, part.width),
+                    self.costs.forward_s(index, rank, *part),
+                    self.costs.backward_s(index, rank, *part),
                 )
                 for rank, part in parts.items()
             ]
             forward += max(t[0] for t in times)
             backward += max(t[1] for t in times)
             weight += _weight_share(found) * max(t[1] for t in times)
-            kept += max(
-                self.costs.kept_bytes(index, rank, part.rows, part.width)
-                for rank, part in parts.items()
-            )
+            kept += max(self.costs.kept_bytes(index, rank, *part) for rank, part in parts.items())
             there = self._collectives(stage, layer, found, ranks[0], backward=False)
             back = self._collectives(stage, layer, found, ranks[0], backward=True)
             forward += there
@@ -233,12 +206,15 @@ class _Pricer:
 
         def nbytes(action: SubAction) -> float:
             own = alone.get(action.split, found)
-            return {
-                "input": own.read.at(rows),
-                "output": own.made.at(rows),
-                "row": _ROW_BYTES * rows,
-                "statistics": float(_NORM_BYTES),
-            }[action.carries]
+            return (
+                action.share
+                * {
+                    "input": own.read.at(rows),
+                    "output": own.made.at(rows),
+                    "row": _ROW_BYTES * rows,
+                    "statistics": float(_NORM_BYTES),
+                }[action.carries]
+            )
 
         return sum(
             self.costs.fabric.collective(action.name, action.ranks, nbytes(action))
@@ -275,11 +251,13 @@ class _Pricer:
     def _reduces(self) -> Iterable[ReducePrice]:
         trainable = frozenset(p.name for p in self.graph.parameters if p.trainable)
         seen: set[tuple[tuple[int, ...], tuple[int, tuple[int, ...]]]] = set()
-        known = all_syncs(self.plan)
-        first: dict[object, int] = {}
-        for rank, role in enumerate(self._roles):
-            first.setdefault(role, rank)
-        for rank in first.values():  # ranks of one role cut the same buckets
+        # What one rank alone has is not summed, and expert weights are mostly that.
+        known = [
+            (home, stretches)
+            for home, stretches in all_syncs(self.plan)
+            if any(len(sync.ranks) > 1 for _, _, groups in stretches for sync in groups)
+        ]
+        for rank in _ranks_that_differ(known):
             for bucket in rank_buckets(self.plan, rank, trainable, known):
                 key = (bucket.sync.ranks, bucket.position)
                 if len(bucket.sync.ranks) < 2 or key in seen:
@@ -409,6 +387,21 @@ def replica_at(points: tuple[int, ...], row: int) -> int:
         if low <= row < high:
             return index
     return 0
+
+
+def _ranks_that_differ(known: Sequence[tuple[Home, list[Stretch]]]) -> list[int]:
+    """The first rank of each kind: ranks in the same groups cut the same buckets."""
+    member: dict[int, list[tuple[int, int]]] = {}
+    # Parameters that live together share one answer.
+    for number, stretches in {id(found): found for _, found in known}.items():
+        groups = [sync for _, _, syncs in stretches for sync in syncs]
+        for place, sync in enumerate(groups):
+            for rank in sync.ranks:
+                member.setdefault(rank, []).append((number, place))
+    first: dict[object, int] = {}
+    for rank in sorted(member):
+        first.setdefault(tuple(member[rank]), rank)
+    return list(first.values())
 
 
 def _weight_share(layer: Layer) -> float:

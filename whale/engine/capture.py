@@ -21,6 +21,7 @@ from whale.engine.graph import Run, changed, graph_of
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.match import split_options
 from whale.engine.program import Program, merge, tensors_in, tree_map
+from whale.engine.stacked_experts import give_shapes, refuse_balance
 from whale.engine.trace import GlueTracer, RandomCall, add_constants
 from whale.engine.work import WorkCounter
 from whale.errors import CaptureError, WhaleError
@@ -108,6 +109,7 @@ def _run(
 ) -> Run:
     with fake_mode():
         fake, names, values = _fake_copy(model)
+        give_shapes(fake)
         inputs = _fake_batch(batch, rows)
         run = Run.empty()
         tracer = GlueTracer(batches.leaves(inputs), names)
@@ -154,7 +156,7 @@ def _watched(
     split_layers: set[str],
     names: dict[int, str],
 ) -> Callable[..., Any]:
-    forward = layer.forward
+    forward, replaced = layer.forward, layer.__dict__.get("forward")
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         out = counter.layer(
@@ -165,6 +167,8 @@ def _watched(
             run.examples[path] = (args, kwargs)
             if path in split_layers:
                 inner = layer.__dict__.pop("forward")
+                if replaced is not None:
+                    replace_forward(layer, replaced)
                 try:
                     with _Paused(tracer):
                         run.options[path] = counter.paused(
@@ -222,6 +226,8 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
     layers = find_layers(model)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
+    if split_layers:
+        refuse_balance(model, "by code that a `split` cannot see into")
     refusal: CaptureError | None = None
     program: Program | None = None
     try:

@@ -157,8 +157,8 @@ def _nbytes(
     second: Run,
     rows: tuple[int, int],
 ) -> Linear:
-    """Bytes of what a Linear or convolution that is split alone reads (side 0) or makes (1)."""
-    if option.rule not in ("column", "row", "conv") or option.path not in first.shapes:
+    """Bytes of what a module that is split alone reads (side 0) or makes (1)."""
+    if option.rule not in ("column", "row", "conv", "experts") or option.path not in first.shapes:
         return Linear()
     item = params[option.params[0][0]].element_size()
     a, b = (

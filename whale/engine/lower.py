@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 
+from whale.config_groups import CommunicationConfig
 from whale.engine.capture import Captured
 from whale.engine.program import ValueSpec
 from whale.engine.random import install_randomness, with_heads
@@ -22,14 +23,17 @@ from whale.engine.stages import CutStage, WholeStage, cut
 from whale.engine.weights import local_copy
 from whale.errors import PlanError
 from whale.ir.homes import rank_buckets, sum_groups
+from whale.ir.levels import level_groups
 from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan, SplitLayer
 from whale.ir.sharding import Piece
 from whale.nn.batch_norm import OwnBatchNorm, SyncedBatchNorm
 from whale.nn.deferred import WeightQueue
 from whale.nn.forwards import replace_forward
+from whale.nn.moe.courier import DTYPES, Courier
 from whale.nn.moe.layer import MoE
 from whale.nn.moe.parallel import ExpertForward, MeetingForward, Replicas
+from whale.nn.moe.stacked import StackedForward
 from whale.nn.randomness import CallNames, KeyedRandom
 from whale.nn.shard import Shard
 from whale.nn.sharded import RowsAround, can_defer, defer_weights
@@ -38,6 +42,7 @@ from whale.runtime.context import RowLayout, StepContext
 from whale.runtime.executor import Executor, StageModule
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.groups import Groups
+from whale.runtime.half import HalfSums
 from whale.runtime.transfers import Channels
 
 
@@ -66,7 +71,7 @@ def lower(
     device: torch.device,
     seed: int,
     timeout: timedelta,
-    symmetric: bool = False,
+    communication: CommunicationConfig | None = None,
     outputs: frozenset[str] = frozenset(),
 ) -> Lowered:
     """This rank's program for `plan`; the user's module stays as it is."""
@@ -76,11 +81,13 @@ def lower(
             hint="make a plan for this model: wh.plan(model, ...)",
         )
     context = StepContext(seed=seed)
-    groups = Groups(plan, rank, timeout, symmetric=symmetric)
+    communication = communication or CommunicationConfig()
+    groups = Groups(plan, rank, timeout, symmetric=communication.symmetric_memory)
     local, params, pieces = local_copy(model, plan, rank, device, seed)
     modules = dict(local.named_modules(remove_duplicate=False))
     names = CallNames(context)
     shards = _install_splits(plan, rank, modules, groups, context, names, captured)
+    _install_couriers(plan, rank, modules, groups, DTYPES[communication.token_dtype])
     own_norms = _install_norms(plan, rank, local, groups)
     _install_meetings(plan, rank, local, groups)
     random = install_randomness(
@@ -97,6 +104,7 @@ def lower(
         groups,
         rank,
         {home.name: set(home.stages) & mine for home in plan.homes},
+        _half(communication),
     )
     borders: Sequence[ValueSpec] = captured.program.specs if captured.program else ()
     executor = Executor(
@@ -121,6 +129,12 @@ def lower(
         device=device,
         own_norms=own_norms,
     )
+
+
+def _half(communication: CommunicationConfig) -> HalfSums | None:
+    if communication.fp16:
+        return HalfSums(torch.float16, communication.fp16_scale)
+    return HalfSums(torch.bfloat16, 1) if communication.bf16 else None
 
 
 def make_stages(
@@ -196,6 +210,35 @@ def _install_splits(
                 inside[split.path] = shard
                 with_heads(modules[split.path], shard, names)
     return inside
+
+
+def _install_couriers(
+    plan: Plan,
+    rank: int,
+    modules: dict[str, nn.Module],
+    groups: Groups,
+    dtype: torch.dtype | None,
+) -> None:
+    """How tokens travel to their experts: in what, on how many levels, in how many parts."""
+    for taskgraph in plan.taskgraphs:
+        device = taskgraph.virtual_device
+        if rank not in device.ranks:
+            continue
+        members = device.replicas[device.position(rank)[0]].ranks
+        for split in taskgraph.splits:
+            forward = modules[split.path].__dict__.get("forward")
+            if isinstance(forward, StackedForward):
+                forward.courier = Courier(groups.name_of(members), dtype=dtype)
+            if not isinstance(forward, ExpertForward):
+                continue
+            levels = None
+            if split.per_node:
+                inside, between = level_groups(members, split.per_node, rank)
+                levels = groups.name_of(inside), groups.name_of(between)
+            forward.courier = Courier(
+                groups.name_of(members), dtype=dtype, levels=levels, per_node=split.per_node
+            )
+            forward.num_chunks = split.chunks
 
 
 def _used_once(captured: Captured, split: SplitLayer) -> bool:

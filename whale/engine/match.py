@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.expert_options import expert_options
 from whale.engine.heads import Call, Follower, Inside, attentions, is_elementwise, query_shape
 from whale.engine.lone import is_returned, stays_sharded
 from whale.engine.program import Program, tensors_in, tree_map
 from whale.engine.rules import user_rule
+from whale.engine.stacked_experts import is_stacked, stacked_options
 from whale.engine.trace import GlueTracer, is_cache
 from whale.engine.trial import runs_with_fewer
 from whale.errors import CaptureError
@@ -56,7 +58,9 @@ def split_options(
                 options.append(option)
 
     add(_user_options(modules, names))
-    add(_expert_options(modules, names, args, kwargs))
+    options += expert_options(modules, names, args, kwargs)
+    taken.update(name for option in options for name in option.modules)
+    add(stacked_options(modules, names, args, kwargs))
     add(_multihead_options(modules, names))
     inside = _inside(path, layer, modules, args, kwargs, names)
     if inside is not None:
@@ -150,7 +154,12 @@ def _inside(
     names: Names,
 ) -> Inside | None:
     """A trace of the Layer with its leaf modules opaque; None when its code reads values."""
-    leaves = {p: m for p, m in modules.items() if not list(m.children())}
+    # Experts are opaque too: where their tokens go is not for the trace to see.
+    leaves = {
+        p: m
+        for p, m in modules.items()
+        if not list(m.children()) or is_stacked(m) or isinstance(m, MoE)
+    }
     if path in leaves:
         return None
     # The Layer ran once already and left its keys and values in a cache: this time it gets none.
@@ -416,27 +425,6 @@ def _multihead_options(modules: dict[str, nn.Module], names: Names) -> Iterable[
             unit="heads",
             params=tuple(params),
         )
-
-
-def _expert_options(
-    modules: dict[str, nn.Module], names: Names, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterable[SplitOption]:
-    """Mixtures of experts, by expert."""
-    grad = any(t.requires_grad for t in tensors_in((args, kwargs)))
-    for index, (path, module) in enumerate(modules.items()):
-        if isinstance(module, MoE):
-            count = module.num_experts
-            cut = DimSharding(dim=0, sections=(count,), units=count)
-            yield SplitOption(
-                rule="experts",
-                path=path,
-                modules=(path, *(f"{path}.{n}" for n, _ in module.named_modules() if n)),
-                units=count,
-                unit="experts",
-                params=tuple((_weight_name(module, names, n), cut) for n in ("w_in", "w_out")),
-                # What comes before it in its Layer has parameters, so its input has a gradient.
-                entered=int(grad or index > 0),
-            )
 
 
 def _leaf_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:

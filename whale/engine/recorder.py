@@ -16,6 +16,7 @@ from whale.engine.program import tensors_in
 from whale.engine.step import Step
 from whale.ir.expand import SubAction, expand
 from whale.ir.homes import rank_buckets, sum_groups
+from whale.ir.levels import all_level_groups
 from whale.ir.schedule import Action
 from whale.nn.column_shard import ColumnShard
 
@@ -59,6 +60,7 @@ def record_step(step: Step, batch: Any) -> tuple[Trace, Trace]:
     lowered = step._lowered
     handles = []
     outputs: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    constant: set[str] = set()
     modules = dict(lowered.model.named_modules(remove_duplicate=False))
     paths = {
         layer.path for s in step.plan.stages_of(step.rank) for layer in step.plan.stages[s].layers
@@ -71,6 +73,8 @@ def record_step(step: Step, batch: Any) -> tuple[Trace, Trace]:
 
         def watch(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
             made = [t.local if isinstance(t, ColumnShard) else t for t in tensors_in(out)]
+            if torch.is_grad_enabled() and not any(t.requires_grad for t in made):
+                constant.add(path)
             for tensor in [t for t in made if t.requires_grad][:1]:
                 # A Layer may return its input as it is (Identity): one hook, the later Layer first.
                 names = outputs.setdefault(id(tensor), (tensor, []))[1]
@@ -103,7 +107,9 @@ def record_step(step: Step, batch: Any) -> tuple[Trace, Trace]:
             comm.record = None
         lowered.executor.on_action = on_action
         lowered.grads.on_launch = None
-    return planned_trace(step), _ordered(seen)
+    # A Layer without parameters and without a gradient (rotary embeddings) has no backward.
+    none = {_backward(path) for path in constant if not list(modules[path].parameters())}
+    return [a for a in planned_trace(step) if a not in none], _ordered(seen)
 
 
 def _backward(path: str) -> SubAction:
@@ -114,7 +120,10 @@ def _layer_groups(step: Step) -> Iterator[tuple[int, ...]]:
     """The groups that collectives inside Layers use: splits, and where replicas meet."""
     for taskgraph in step.plan.taskgraphs:
         if taskgraph.splits:
-            yield from (replica.ranks for replica in taskgraph.virtual_device.replicas)
+            for replica in taskgraph.virtual_device.replicas:
+                yield replica.ranks
+                for per_node in {s.per_node for s in taskgraph.splits if s.per_node}:
+                    yield from all_level_groups(replica.ranks, per_node)
     for stage in step.plan.stages:
         if any(any(layer.meets) for layer in stage.layers):
             for sync in sum_groups([r.ranks for r in stage.virtual_device.replicas]):

@@ -20,6 +20,7 @@ from whale.nn.column_shard import plain
 from whale.nn.forwards import replace_forward
 from whale.nn.moe.layer import MoE
 from whale.nn.moe.parallel import ExpertForward
+from whale.nn.moe.stacked import StackedForward
 from whale.nn.shard import Shard
 from whale.nn.sharded import (
     Column,
@@ -160,6 +161,20 @@ def _install_experts(
     replace_forward(module, ExpertForward(module, shard))
 
 
+def _install_expert_columns(
+    path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
+) -> None:
+    module = parts[0]
+    assert isinstance(module, MoE)
+    replace_forward(module, ExpertForward(module, shard, by_columns=True))
+
+
+def _install_stacked(
+    path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
+) -> None:
+    replace_forward(parts[0], StackedForward(parts[0], shard))
+
+
 def _install_user(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
@@ -184,5 +199,7 @@ _INSTALL: dict[str, Callable[[str, list[nn.Module], Shard, dict[str, nn.Module]]
     "embedding": _install_embedding,
     "conv": _install_conv,
     "experts": _install_experts,
+    "expert columns": _install_expert_columns,
+    "stacked experts": _install_stacked,
     "user": _install_user,
 }

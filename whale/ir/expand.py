@@ -7,9 +7,11 @@ made per role on demand: nothing is stored per rank or micro-batch (design, deci
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whale.ir.homes import Bucket, sum_groups
+from whale.ir.levels import level_groups
 from whale.ir.model_graph import SplitOption
 from whale.ir.plan import Plan, SplitLayer, StageLayer, StagePlan
 from whale.ir.schedule import Action
@@ -27,6 +29,8 @@ class SubAction:
     norm's `statistics`."""
     split: str = ""
     """The path of the split that a collective belongs to."""
+    share: float = 1.0
+    """How much of what it carries it moves: a part in chunks, copies in an expert layer."""
 
     def __str__(self) -> str:
         where = f"@{','.join(map(str, self.ranks))}" if self.ranks else ""
@@ -41,6 +45,8 @@ _INSIDE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "multihead": (("all_reduce output",), ("all_reduce* input",)),
     "embedding": (("all_reduce output",), ()),
     "experts": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
+    "expert columns": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
+    "stacked experts": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
     "conv": (("all_gather output",), ("all_reduce* input",)),
     "column": (("all_gather output",), ("all_reduce* input",)),
     "row": (("all_reduce output",), ("all_gather* input",)),
@@ -57,6 +63,10 @@ _MEETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # The same where the split spans several data parallel replicas: `+` per input that has rows.
 _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "expert columns": (
+        ("all_gather row", "all_gather row", "all_gather input", "reduce_scatter output"),
+        ("all_gather output", "reduce_scatter* input", "reduce_scatter row"),
+    ),
     "pair": (
         ("all_gather input", "reduce_scatter output"),
         ("all_gather output", "reduce_scatter* input"),
@@ -70,8 +80,8 @@ _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("all_gather output", "all_reduce* input"),
     ),
     "embedding": (("all_gather input", "reduce_scatter output"), ("all_gather output",)),
-    "experts": (
-        ("all_to_all input", "all_to_all output"),
+    "stacked experts": (
+        ("all_gather row", "all_to_all input", "all_to_all output"),
         ("all_to_all output", "all_to_all* input"),
     ),
     "conv": (
@@ -127,6 +137,42 @@ def split_collectives(
     return found
 
 
+def _journeys(
+    split: SplitLayer, ranks: tuple[int, ...], rank: int, *, backward: bool
+) -> list[SubAction]:
+    """The all-to-alls of tokens to their experts and back, between replicas.
+
+    In backward the last chunk comes first, and a chunk's gradients leave for its tokens' owners
+    while those of the next are computed: see `nn.moe.courier`.
+    """
+
+    def legs(carries: str, levels: Sequence[int]) -> list[SubAction]:
+        groups = level_groups(ranks, split.per_node, rank) if split.per_node else (ranks,)
+        share = split.copies / split.chunks
+        return [
+            SubAction(
+                kind="collective",
+                name="all_to_all",
+                ranks=groups[level],
+                carries=carries,
+                split=split.path,
+                share=share * len(groups[level]) / len(ranks),
+            )
+            for level in levels
+            if len(groups[level]) > 1
+        ]
+
+    two = bool(split.per_node)
+    up, first, last = ((0, 1), (0,), (1,)) if two else ((0,), (), (0,))
+    if not backward:
+        return legs("input", up) * split.chunks + legs("output", up) * split.chunks
+    found = legs("output", last) * split.chunks
+    for _ in range(split.chunks):
+        found += legs("output", first)
+        found += legs("input", last) * split.entered
+    return found + legs("input", first) * split.chunks * split.entered
+
+
 def layer_actions(
     plan: Plan, rank: int, stage: StagePlan, layer: StageLayer, *, backward: bool
 ) -> list[SubAction]:
@@ -165,7 +211,10 @@ def layer_actions(
     for split in inside:
         before = min(split.meets_before, len(meets))
         steps += meets[given:before]
-        steps.append(split_collectives(split, ranks, bridged=bridged, backward=backward))
+        if split.rule == "experts" and bridged:
+            steps.append(_journeys(split, ranks, rank, backward=backward))
+        else:
+            steps.append(split_collectives(split, ranks, bridged=bridged, backward=backward))
         given = max(given, before)
     steps += meets[given:]
     return found + [action for step in (steps[::-1] if backward else steps) for action in step]

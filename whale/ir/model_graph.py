@@ -79,6 +79,8 @@ class SplitOption:
     `returned` while capture only knows that it is its Layer's output."""
     meets_before: int = 0
     """How many of its Layer's `meets` come before it."""
+    copies: int = 1
+    """Rows that travel for each that comes in: an expert layer's choices per token."""
     read: Linear = Linear()
     """Bytes of the input of a module split alone; 0: not known, those of its Layer are taken."""
     made: Linear = Linear()
@@ -304,6 +306,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
                 "entered": o.entered,
                 "joined": o.joined,
                 "meets_before": o.meets_before,
+                "copies": o.copies,
                 "read": [o.read.fixed, o.read.per_row],
                 "made": [o.made.fixed, o.made.per_row],
                 "params": {name: sharding.to_dict() for name, sharding in o.params},
@@ -341,6 +344,7 @@ def _layer_from(data: dict[str, Any]) -> Layer:
                 entered=o["entered"],
                 joined=o["joined"],
                 meets_before=o["meets_before"],
+                copies=o["copies"],
                 read=_linear(o["read"]),
                 made=_linear(o["made"]),
                 params=tuple(

@@ -54,6 +54,12 @@ class SplitLayer:
     """What a lone column split's output meets: `gather` or `loss`."""
     meets_before: int = 0
     """How many of its Layer's `meets` come before it."""
+    copies: int = 1
+    """Rows that travel for each that comes in."""
+    per_node: int = 0
+    """Members in each node, where rows travel on two levels; 0: on one."""
+    chunks: int = 1
+    """Parts in which rows travel."""
 
     def units(self, replica: int, shard: int) -> tuple[int, int]:
         """The units [low, high) of one shard."""
@@ -253,6 +259,9 @@ class Plan:
                             "entered": s.entered,
                             "joined": s.joined,
                             "meets_before": s.meets_before,
+                            "copies": s.copies,
+                            "per_node": s.per_node,
+                            "chunks": s.chunks,
                             "params": {name: d.to_dict() for name, d in s.params},
                         }
                         for s in t.splits
@@ -414,6 +423,9 @@ def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:
                 entered=s["entered"],
                 joined=s["joined"],
                 meets_before=s["meets_before"],
+                copies=s["copies"],
+                per_node=s["per_node"],
+                chunks=s["chunks"],
                 params=tuple((name, DimSharding.from_dict(d)) for name, d in s["params"].items()),
             )
             for s in data["splits"]

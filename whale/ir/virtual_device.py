@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from whale.ir.sharding import Span, apportion, cuts
@@ -25,7 +25,7 @@ class Replica:
     weight: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VirtualDevice:
     """The devices of a TaskGraph. Row shares follow the weights.
 
@@ -48,7 +48,7 @@ class VirtualDevice:
             )
         )
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, replica by replica."""
         return tuple(rank for replica in self.replicas for rank in replica.ranks)
@@ -60,10 +60,16 @@ class VirtualDevice:
 
     def position(self, rank: int) -> tuple[int, int]:
         """(replica, shard) of a rank."""
-        for index, replica in enumerate(self.replicas):
-            if rank in replica.ranks:
-                return index, replica.ranks.index(rank)
-        raise KeyError(rank)
+        return self._positions[rank]
+
+    @cached_property
+    def _positions(self) -> dict[int, tuple[int, int]]:
+        # Hundreds of ranks are each asked about in every plan.
+        return {
+            rank: (index, shard)
+            for index, replica in enumerate(self.replicas)
+            for shard, rank in enumerate(replica.ranks)
+        }
 
     def row_cuts(self, rows: int) -> tuple[int, ...]:
         """Where the replicas' rows begin and end in a micro-batch of `rows`."""

@@ -1,10 +1,9 @@
 """BERT (Devlin et al., 2019): a post-norm Transformer encoder that fills in masked tokens.
 
 Place in the flow: a user's model, and the one most of the paper's figures are about. Nothing here
-knows of parallelism; head counts are written as -1 in views, so that the same `forward` is right
-for the part of the heads that a rank holds.
+knows of parallelism.
 
-Shapes: B batch, T tokens, D model dim, H heads, E head dim, V vocabulary.
+Shapes: B batch, T tokens, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from whale.models.layers import MLP, Attention, init_normal
 
 NORM_EPS = 1e-12
 """As published; torch's default of 1e-5 is another model."""
@@ -38,62 +38,21 @@ class BERTConfig:
             raise ValueError(f"dim {self.dim} is not a multiple of num_heads {self.num_heads}")
 
 
-class Attention(nn.Module):
-    """Self-attention over the whole sequence."""
-
-    def __init__(self, config: BERTConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.head_dim = config.dim // config.num_heads
-        self.dropout = config.dropout
-        self.q_proj = nn.Linear(config.dim, config.dim)
-        self.k_proj = nn.Linear(config.dim, config.dim)
-        self.v_proj = nn.Linear(config.dim, config.dim)
-        self.out_proj = nn.Linear(config.dim, config.dim)
-
-    def forward(self, x_btd: Tensor, mask_b11t: Tensor | None = None) -> Tensor:
-        """Attends from every token to those that `mask_b11t` marks True (None: to all)."""
-        B, T, _ = x_btd.shape  # noqa: N806
-        q_bhte = self.q_proj(x_btd).view(B, T, -1, self.head_dim).transpose(1, 2)
-        k_bhte = self.k_proj(x_btd).view(B, T, -1, self.head_dim).transpose(1, 2)
-        v_bhte = self.v_proj(x_btd).view(B, T, -1, self.head_dim).transpose(1, 2)
-        dropout = self.dropout if self.training else 0.0
-        y_bhte = F.scaled_dot_product_attention(
-            q_bhte, k_bhte, v_bhte, attn_mask=mask_b11t, dropout_p=dropout
-        )
-        return self.out_proj(y_bhte.transpose(1, 2).reshape(B, T, -1))
-
-
-class MLP(nn.Module):
-    """Two linear layers around a GELU."""
-
-    def __init__(self, config: BERTConfig) -> None:
-        super().__init__()
-        hidden = config.mlp_dim or 4 * config.dim
-        self.fc1 = nn.Linear(config.dim, hidden)
-        self.act = nn.GELU()
-        self.fc2 = nn.Linear(hidden, config.dim)
-
-    def forward(self, x_btd: Tensor) -> Tensor:
-        """Applies the layers to every token alone."""
-        return self.fc2(self.act(self.fc1(x_btd)))
-
-
 class Block(nn.Module):
     """Attention and MLP, each added to its input and then normalised."""
 
     def __init__(self, config: BERTConfig) -> None:
         super().__init__()
-        self.attention = Attention(config)
+        self.attention = Attention(config.dim, config.num_heads, dropout=config.dropout)
         self.dropout1 = nn.Dropout(config.dropout)
         self.norm1 = nn.LayerNorm(config.dim, eps=NORM_EPS)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.dim, config.mlp_dim)
         self.dropout2 = nn.Dropout(config.dropout)
         self.norm2 = nn.LayerNorm(config.dim, eps=NORM_EPS)
 
     def forward(self, x_btd: Tensor, mask_b11t: Tensor | None = None) -> Tensor:
         """Returns the normalised sum after both parts."""
-        x_btd = self.norm1(x_btd + self.dropout1(self.attention(x_btd, mask_b11t)))
+        x_btd = self.norm1(x_btd + self.dropout1(self.attention(x_btd, mask=mask_b11t)))
         return self.norm2(x_btd + self.dropout2(self.mlp(x_btd)))
 
 
@@ -180,10 +139,7 @@ class BERT(nn.Module):
 
         A method, so that Whale draws a model on the meta device the same way.
         """
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        init_normal(module)
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
 

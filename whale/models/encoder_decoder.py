@@ -3,7 +3,7 @@
 Place in the flow: a user's model. Cut into stages, the encoder's memory is a tensor that skips over
 stages: it is made once and used by each decoder layer after it.
 
-Shapes: B batch, S source tokens, T target tokens, D model dim, H heads, E head dim, V vocabulary.
+Shapes: B batch, S source tokens, T target tokens, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from whale.models.layers import MLP, Attention, init_normal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,64 +46,20 @@ class EncoderDecoderConfig:
             )
 
 
-class Attention(nn.Module):
-    """Attention from one sequence to another, or to itself."""
-
-    def __init__(self, config: EncoderDecoderConfig, *, is_causal: bool = False) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.head_dim = config.dim // config.num_heads
-        self.dropout = config.dropout
-        self.is_causal = is_causal
-        self.q_proj = nn.Linear(config.dim, config.dim)
-        self.k_proj = nn.Linear(config.dim, config.dim)
-        self.v_proj = nn.Linear(config.dim, config.dim)
-        self.out_proj = nn.Linear(config.dim, config.dim)
-
-    def forward(self, x_btd: Tensor, memory_bsd: Tensor) -> Tensor:
-        """Attends from `x_btd` to `memory_bsd`; the same tensor twice is self-attention."""
-        B, T, _ = x_btd.shape  # noqa: N806
-        S = memory_bsd.shape[1]  # noqa: N806
-        q_bhte = self.q_proj(x_btd).view(B, T, -1, self.head_dim).transpose(1, 2)
-        k_bhse = self.k_proj(memory_bsd).view(B, S, -1, self.head_dim).transpose(1, 2)
-        v_bhse = self.v_proj(memory_bsd).view(B, S, -1, self.head_dim).transpose(1, 2)
-        dropout = self.dropout if self.training else 0.0
-        y_bhte = F.scaled_dot_product_attention(
-            q_bhte, k_bhse, v_bhse, dropout_p=dropout, is_causal=self.is_causal
-        )
-        return self.out_proj(y_bhte.transpose(1, 2).reshape(B, T, -1))
-
-
-class MLP(nn.Module):
-    """Two linear layers around a GELU."""
-
-    def __init__(self, config: EncoderDecoderConfig) -> None:
-        super().__init__()
-        hidden = config.mlp_dim or 4 * config.dim
-        self.fc1 = nn.Linear(config.dim, hidden)
-        self.act = nn.GELU()
-        self.fc2 = nn.Linear(hidden, config.dim)
-
-    def forward(self, x_btd: Tensor) -> Tensor:
-        """Applies the layers to every token alone."""
-        return self.fc2(self.act(self.fc1(x_btd)))
-
-
 class EncoderLayer(nn.Module):
     """Self-attention over the whole source, then an MLP."""
 
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.dim)
-        self.attention = Attention(config)
+        self.attention = Attention(config.dim, config.num_heads, dropout=config.dropout)
         self.norm2 = nn.LayerNorm(config.dim)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.dim, config.mlp_dim)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_bsd: Tensor) -> Tensor:
         """Returns the residual stream after both parts."""
-        y_bsd = self.norm1(x_bsd)
-        x_bsd = x_bsd + self.dropout(self.attention(y_bsd, y_bsd))
+        x_bsd = x_bsd + self.dropout(self.attention(self.norm1(x_bsd)))
         return x_bsd + self.dropout(self.mlp(self.norm2(x_bsd)))
 
 
@@ -112,17 +69,18 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.dim)
-        self.self_attention = Attention(config, is_causal=True)
+        self.self_attention = Attention(
+            config.dim, config.num_heads, dropout=config.dropout, is_causal=True
+        )
         self.norm2 = nn.LayerNorm(config.dim)
-        self.cross_attention = Attention(config)
+        self.cross_attention = Attention(config.dim, config.num_heads, dropout=config.dropout)
         self.norm3 = nn.LayerNorm(config.dim)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.dim, config.mlp_dim)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_btd: Tensor, memory_bsd: Tensor) -> Tensor:
         """Returns the residual stream after the three parts."""
-        y_btd = self.norm1(x_btd)
-        x_btd = x_btd + self.dropout(self.self_attention(y_btd, y_btd))
+        x_btd = x_btd + self.dropout(self.self_attention(self.norm1(x_btd)))
         x_btd = x_btd + self.dropout(self.cross_attention(self.norm2(x_btd), memory_bsd))
         return x_btd + self.dropout(self.mlp(self.norm3(x_btd)))
 
@@ -147,7 +105,7 @@ class EncoderDecoder(nn.Module):
         self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_decoder_layers))
         self.decoder_norm = nn.LayerNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.apply(_init_weights)
+        self.apply(init_normal)
         if config.tie_embeddings:
             self.lm_head.weight = self.tgt_embedding.weight
 
@@ -163,14 +121,6 @@ class EncoderDecoder(nn.Module):
         for layer in self.decoder:
             x_btd = layer(x_btd, memory_bsd)
         return self.lm_head(self.decoder_norm(x_btd))
-
-
-def _init_weights(module: nn.Module) -> None:
-    """Normal weights of deviation 0.02 and zero biases, as GPT-2."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
 
 
 presets: dict[str, EncoderDecoderConfig] = {

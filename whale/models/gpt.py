@@ -1,9 +1,8 @@
 """A decoder-only Transformer language model: learned positions, pre-norm blocks, tied head.
 
-Place in the flow: a user's model. Nothing here knows of parallelism; head counts are written as -1
-in views, so that the same `forward` is right for the part of the heads that a rank holds.
+Place in the flow: a user's model. Nothing here knows of parallelism.
 
-Shapes: B batch, T tokens, D model dim, H query heads, K key/value heads, E head dim, V vocabulary.
+Shapes: B batch, T tokens, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from whale.models.layers import MLP, Attention, init_normal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,63 +38,22 @@ class GPTConfig:
             )
 
 
-class Attention(nn.Module):
-    """Causal self-attention with separate projections for queries, keys and values."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads or config.num_heads
-        self.head_dim = config.dim // config.num_heads
-        self.dropout = config.dropout
-        kv_dim = self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim)
-        self.k_proj = nn.Linear(config.dim, kv_dim)
-        self.v_proj = nn.Linear(config.dim, kv_dim)
-        self.out_proj = nn.Linear(config.dim, config.dim)
-
-    def forward(self, x_btd: Tensor) -> Tensor:
-        """Attends from every token to itself and those before it."""
-        B, T, _ = x_btd.shape  # noqa: N806
-        q_bhte = self.q_proj(x_btd).view(B, T, -1, self.head_dim).transpose(1, 2)
-        k_bkte = self.k_proj(x_btd).view(B, T, -1, self.head_dim).transpose(1, 2)
-        v_bkte = self.v_proj(x_btd).view(B, T, -1, self.head_dim).transpose(1, 2)
-        y_bhte = F.scaled_dot_product_attention(
-            q_bhte,
-            k_bkte,
-            v_bkte,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
-        return self.out_proj(y_bhte.transpose(1, 2).reshape(B, T, -1))
-
-
-class MLP(nn.Module):
-    """Two linear layers around a GELU."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        hidden = config.mlp_dim or 4 * config.dim
-        self.fc1 = nn.Linear(config.dim, hidden)
-        self.act = nn.GELU()
-        self.fc2 = nn.Linear(hidden, config.dim)
-
-    def forward(self, x_btd: Tensor) -> Tensor:
-        """Applies the layers to every token alone."""
-        return self.fc2(self.act(self.fc1(x_btd)))
-
-
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.dim)
-        self.attention = Attention(config)
+        self.attention = Attention(
+            config.dim,
+            config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            dropout=config.dropout,
+            is_causal=True,
+        )
         self.dropout1 = nn.Dropout(config.dropout)
         self.norm2 = nn.LayerNorm(config.dim)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.dim, config.mlp_dim)
         self.dropout2 = nn.Dropout(config.dropout)
 
     def forward(self, x_btd: Tensor) -> Tensor:
@@ -121,7 +80,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.apply(_init_weights)
+        self.apply(init_normal)
         if config.tie_embeddings:
             self.lm_head.weight = self.token_embedding.weight
 
@@ -132,14 +91,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_btd = block(x_btd)
         return self.lm_head(self.norm(x_btd))
-
-
-def _init_weights(module: nn.Module) -> None:
-    """Normal weights of deviation 0.02 and zero biases, as GPT-2."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
 
 
 presets: dict[str, GPTConfig] = {

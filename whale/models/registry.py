@@ -5,7 +5,8 @@ module; how a preset wants it parallel is said here, from outside, as a user wou
 
 Global batches are conventions: the Whale paper names none for its models. BERT has the 256 rows of
 128 tokens of its own paper's first phase, T5 half of the 128 rows of 512 tokens of its own; 512
-rows of 50 tokens for GNMT and 1024 images for ResNet are common for 8 to 32 devices.
+rows of 50 tokens for GNMT and 1024 images for ResNet are common for 8 to 32 devices. M6 has 8
+samples for each of the GPUs that its papers name (`m6-tiny` of 4 devices, `m6-small` of 8).
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from torch import Tensor, nn
 from whale.annotations import annotate, replicate, split
 from whale.errors import ConfigError
 from whale.models import bert, encoder_decoder, gnmt, gpt, resnet, seq2seq_lstm, t5
-
-IGNORED = -100
-"""The label of a position that is not learned from: what `F.cross_entropy` leaves out."""
-
-MASK_TOKEN = 103
-"""[MASK] of BERT's published vocabulary."""
-
-MASKED_SHARE = 0.15
-
-Batch = tuple[Tensor, ...]
+from whale.models.example_batches import (
+    IGNORED,
+    images,
+    masked_tokens,
+    next_tokens,
+    translations,
+)
+from whale.models.m6.annotate import expert_parallel
+from whale.models.m6.config import M6Config
+from whale.models.m6.config import presets as m6_configs
+from whale.models.m6.model import M6
+from whale.models.m6.objectives import example_batch as m6_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +48,10 @@ class Preset:
         build: makes the plain module; call it under `torch.device("meta")` for shapes alone.
         batch: (rows, sequence length) to an example of a global batch, the same every time; None
             takes the preset's own length. Under `torch.device("meta")` it costs nothing.
-        loss: of (output, target), a mean over the labels that count.
+        loss: of (output, target), a mean over the labels that count; None: the model returns it.
         rows: default global batch.
-        seq: default sequence length; None for images.
+        seq: default sequence length, of the text alone where there are pictures too; None for
+            images.
         precision: fp32, tf32 or bf16.
         optimizer: a name that `optimizer_factory` knows.
         annotate: tags the model in place; None: the planner decides.
@@ -116,119 +120,25 @@ def token_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tenso
     )
 
 
-# ---- batches -------------------------------------------------------------------------------------
-# Torch's own generator rather than one that is passed: only so they work on the meta device.
-
-
-def _checked(seq: int | None, default: int, longest: int | None) -> int:
-    """The sequence length, which the model must have positions for."""
-    seq = default if seq is None else seq
-    if seq < 1 or (longest is not None and seq > longest):
-        allowed = "1 or more" if longest is None else f"1 to {longest}, the model's positions"
-        raise ConfigError(
-            f"sequence length {seq}; allowed: {allowed}", hint=f"{default} is the preset's own"
-        )
-    return seq
-
-
-def _next_token_batch(
-    rows: int, seq: int | None, *, vocab_size: int, default: int, longest: int
-) -> Batch:
-    """(tokens, the tokens after them)."""
-    seq = _checked(seq, default, longest)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        text = torch.randint(0, vocab_size, (rows, seq + 1))
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
-def _masked_batch(
-    rows: int, seq: int | None, *, vocab_size: int, default: int, longest: int
-) -> Batch:
-    """(tokens, token types, labels): about 15 % of the tokens masked, at least one in each row."""
-    seq = _checked(seq, default, longest)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        text = torch.randint(0, vocab_size, (rows, seq))
-        masked = torch.rand(rows, seq) < MASKED_SHARE
-    masked[:, 0] = True
-    types = (torch.arange(seq) >= seq // 2).long().expand(rows, seq).contiguous()
-    return text.masked_fill(masked, MASK_TOKEN), types, text.masked_fill(~masked, IGNORED)
-
-
-def _translation_batch(
-    rows: int,
-    seq: int | None,
-    *,
-    vocab_size: int,
-    default: int,
-    longest: int | None = None,
-    packed: bool = False,
-) -> Batch:
-    """(source, target, the target's next tokens); unless packed, targets are of half to all `seq`.
-
-    Rows then have different numbers of labels that count.
-    """
-    seq = _checked(seq, default, longest)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        src = torch.randint(0, vocab_size, (rows, seq))
-        tgt = torch.randint(0, vocab_size, (rows, seq + 1))
-        lengths = torch.randint((seq + 1) // 2, seq + 1, (rows, 1))
-    labels = tgt[:, 1:].contiguous()
-    if not packed:
-        labels = labels.masked_fill(torch.arange(seq) >= lengths, IGNORED)
-    return src, tgt[:, :-1].contiguous(), labels
-
-
-def _image_batch(rows: int, seq: int | None, *, size: int, num_classes: int) -> Batch:
-    """(images, classes)."""
-    del seq  # an image has none
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        images = torch.randn(rows, 3, size, size)
-        return images, torch.randint(0, num_classes, (rows,))
-
-
 # ---- families ------------------------------------------------------------------------------------
 
 
+def _tokens(name: str, about: str, rows: int, seq: int, **more: Any) -> Preset:
+    """A model of token logits."""
+    return Preset(name=name, about=about, loss=token_loss, rows=rows, seq=seq, **more)
+
+
 def _gpt(name: str, config: gpt.GPTConfig, about: str, rows: int, seq: int, **more: Any) -> Preset:
-    batch = partial(
-        _next_token_batch,
-        vocab_size=config.vocab_size,
-        default=seq,
-        longest=config.max_seq_len,
-    )
-    build = partial(gpt.GPT, config)
-    return Preset(
-        name=name,
-        about=about,
-        build=build,
-        batch=batch,
-        loss=token_loss,
-        rows=rows,
-        seq=seq,
-        **more,
-    )
+    longest = config.max_seq_len
+    batch = partial(next_tokens, vocab_size=config.vocab_size, default=seq, longest=longest)
+    return _tokens(name, about, rows, seq, build=partial(gpt.GPT, config), batch=batch, **more)
 
 
 def _bert(name: str, about: str, rows: int, seq: int, **more: Any) -> Preset:
     config = bert.presets[name]
-    batch = partial(
-        _masked_batch, vocab_size=config.vocab_size, default=seq, longest=config.max_seq_len
-    )
-    build = partial(bert.BERT, config)
-    return Preset(
-        name=name,
-        about=about,
-        build=build,
-        batch=batch,
-        loss=token_loss,
-        rows=rows,
-        seq=seq,
-        **more,
-    )
+    longest = config.max_seq_len
+    batch = partial(masked_tokens, vocab_size=config.vocab_size, default=seq, longest=longest)
+    return _tokens(name, about, rows, seq, build=partial(bert.BERT, config), batch=batch, **more)
 
 
 def _seq2seq(
@@ -244,18 +154,9 @@ def _seq2seq(
     **more: Any,
 ) -> Preset:
     batch = partial(
-        _translation_batch, vocab_size=vocab_size, default=seq, longest=longest, packed=packed
+        translations, vocab_size=vocab_size, default=seq, longest=longest, packed=packed
     )
-    return Preset(
-        name=name,
-        about=about,
-        build=build,
-        batch=batch,
-        loss=token_loss,
-        rows=rows,
-        seq=seq,
-        **more,
-    )
+    return _tokens(name, about, rows, seq, build=build, batch=batch, **more)
 
 
 def _t5(name: str, about: str, rows: int, seq: int, **more: Any) -> Preset:
@@ -288,7 +189,7 @@ def _resnet(name: str, about: str, num_classes: int, **more: Any) -> Preset:
         name=name,
         about=about,
         build=partial(resnet.resnet50, num_classes),
-        batch=partial(_image_batch, size=224, num_classes=num_classes),
+        batch=partial(images, size=224, num_classes=num_classes),
         loss=F.cross_entropy,
         rows=1024,
         seq=None,
@@ -307,6 +208,47 @@ def _split_head(model: nn.Module) -> nn.Module:
     trunk = "conv1|bn1|relu|pool|blocks.*|average|flatten"
     return annotate(model, {trunk: replicate(), "fc": split()})
 
+
+def _spread_experts(model: nn.Module) -> nn.Module:
+    assert isinstance(model, M6)
+    return expert_parallel(model)
+
+
+def _m6(name: str, config: M6Config, about: str, num_gpus: int, **more: Any) -> Preset:
+    """Of 8 samples per GPU, as published; the model returns its loss, that of its experts in it."""
+    return Preset(
+        name=name,
+        about=about,
+        build=partial(M6, config),
+        batch=partial(m6_batch, config),
+        loss=None,
+        rows=8 * num_gpus,
+        seq=config.max_text_len,
+        annotate=_spread_experts,
+        **more,
+    )
+
+
+def _m6_ladder(name: str, size: str, num_gpus: int, **more: Any) -> Preset:
+    config = m6_configs[name]
+    num_layers = len(config.moe_layers)
+    about = f"M6 with {num_layers} x {config.num_experts:,} experts, {size} parameters"
+    return _m6(name, config, about, num_gpus, small="m6-nano", **more)
+
+
+_M6_NANO = replace(
+    m6_configs["m6-tiny"],
+    vocab_size=320,
+    num_codes=16,
+    max_text_len=10,
+    dim=16,
+    ffn_dim=24,
+    capacity_factor=1.25,
+    image_size=8,
+    patch_size=4,
+    code_patch_size=4,
+)
+"""Narrow, with both kinds of feed-forward layer, and with tokens that find no room."""
 
 _NANO = replace(gpt.presets["gpt-tiny"], vocab_size=61, max_seq_len=8, dim=16)
 """Four narrow blocks, to be compared in float64 in a moment."""
@@ -348,7 +290,7 @@ PRESETS: Mapping[str, Preset] = {
             name="resnet-tiny",
             about="residual network for tests",
             build=resnet.resnet_tiny,
-            batch=partial(_image_batch, size=16, num_classes=10),
+            batch=partial(images, size=16, num_classes=10),
             loss=F.cross_entropy,
             rows=8,
             seq=None,
@@ -367,5 +309,13 @@ PRESETS: Mapping[str, Preset] = {
             1_000_000,
             annotate=_split_head,
         ),
+        _m6("m6-nano", _M6_NANO, "M6 to verify with, 25 thousand parameters", 1),
+        _m6_ladder("m6-tiny", "1.3 million", 4),
+        _m6_ladder("m6-small", "156 million", 8),
+        _m6_ladder("m6-base", "1.4 billion", 8),
+        _m6_ladder("m6-10b", "10.8 billion", 16),
+        _m6_ladder("m6-100b", "103 billion", 128, optimizer="adafactor"),
+        _m6_ladder("m6-1t", "1 trillion", 480, optimizer="adafactor"),
+        _m6_ladder("m6-10t", "10 trillion", 512, optimizer="adafactor"),
     )
 }

@@ -16,6 +16,7 @@ from whale.ir.check import check_plan
 from whale.ir.cluster import Cluster
 from whale.ir.deadlock import check_schedule
 from whale.ir.homes import FIRST_BUCKET_BYTES, ITEM_BYTES, sum_groups, sync_groups, syncs
+from whale.ir.levels import all_level_groups
 from whale.ir.model_graph import ModelGraph, TaskGraph, assign_stages
 from whale.ir.plan import Group, Plan, SplitLayer, StageLayer, StagePlan, TaskGraphPlan
 from whale.ir.profile import Profile
@@ -302,6 +303,10 @@ def _groups_of(plan: Plan) -> tuple[Group, ...]:
         if taskgraph.splits:
             for replica in taskgraph.virtual_device.replicas:
                 add("split", replica.ranks)
+        for per_node in sorted({s.per_node for s in taskgraph.splits if s.per_node}):
+            for replica in taskgraph.virtual_device.replicas:
+                for ranks in all_level_groups(replica.ranks, per_node):
+                    add("level", ranks)
     for stage in plan.stages:
         for sync in sum_groups([replica.ranks for replica in stage.virtual_device.replicas]):
             add("rows", sync.ranks)

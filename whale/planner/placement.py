@@ -278,8 +278,8 @@ def _devices(
     base_width = distinct.pop() if len(distinct) == 1 else 1
     replicas = _cut(copies, base_width)
     layers = [layer for t in members for layer in t.layers]
-    split = {layer for t in members if widths[t.index] > 1 for layer in t.layers}
-    weights = shares.row_weights(stage, layers, replicas, split)
+    sharing = {layer: widths[t.index] for t in members for layer in t.layers}
+    weights = shares.row_weights(stage, layers, replicas, sharing)
     base = VirtualDevice.of(replicas, weights)
     placed = {}
     for t in members:

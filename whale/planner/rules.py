@@ -84,3 +84,45 @@ def _seconds(
         for backward in (False, True)
         for action in split_collectives(option, ranks, bridged=bridged, backward=backward)
     )
+
+
+def choose_levels(
+    option: SplitOption, device: VirtualDevice, shares: Shares, rejected: list[str]
+) -> int:
+    """Members per node of a two-level all-to-all, or 0 for one level: by cost, unless said.
+
+    Two levels need as many members in every node, and several of both.
+    """
+    asked = shares.config.communication.all_to_all
+    per_node = {_per_node(replica.ranks, shares) for replica in device.replicas}
+    size = per_node.pop() if len(per_node) == 1 else 0
+    if asked == "flat" or not size:
+        if asked == "two-level" and not size:
+            rejected.append(
+                f"{option.path}: no two-level all-to-all, its devices are not several in each of "
+                "several nodes"
+            )
+        return 0
+    if asked == "two-level":
+        return size
+    fabric = shares.costs.fabric
+    ranks = device.replicas[0].ranks
+    nbytes = option.copies * option.read.at(shares.rows) / len(ranks)
+    flat, two = (fabric.all_to_all(ranks, nbytes, two_level=levels) for levels in (False, True))
+    lost, won = ("flat", "two-level") if two < flat else ("two-level", "flat")
+    line = (
+        f"{lost} all-to-all over {len(ranks)} devices: {1e6 * max(flat, two):.4g} us, "
+        f"{1e6 * min(flat, two):.4g} us {won}"
+    )
+    if line not in rejected:
+        rejected.append(line)
+    return size if two < flat else 0
+
+
+def _per_node(ranks: tuple[int, ...], shares: Shares) -> int:
+    """How many of a group stand in each of its nodes; 0 where that differs or means nothing."""
+    nodes = [shares.costs.cluster.devices[rank].node for rank in ranks]
+    counts = {node: nodes.count(node) for node in nodes}
+    size = counts[nodes[0]]
+    together = nodes == [node for node in counts for _ in range(size)]
+    return size if together and size > 1 and len(counts) > 1 else 0

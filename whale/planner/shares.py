@@ -8,7 +8,7 @@ Equal devices get equal shares in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import inf, lcm
@@ -16,6 +16,7 @@ from math import inf, lcm
 from whale.config import Config
 from whale.cost.compute import CostModel
 from whale.cost.memory import ALLOCATOR_SLACK
+from whale.cost.parts import EXPERTS
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster
 from whale.ir.device_types import device_type
@@ -63,9 +64,9 @@ class Shares:
         stage: int,
         layers: Sequence[int],
         replicas: Sequence[tuple[int, ...]],
-        split: set[int],
+        sharing: Mapping[int, int],
     ) -> tuple[int, ...]:
-        """Weights of a stage's replicas; `split` are the Layers of which a rank holds a part."""
+        """Weights of a stage's replicas; `sharing` is by Layer how many ranks hold it together."""
         if len(replicas) == 1:
             return (1,)
         if self.mode == "speed":
@@ -74,7 +75,7 @@ class Shares:
         alike = {tuple(self.costs.alike(r) for r in ranks) for ranks in replicas}
         if self.mode == "equal" or len(alike) == 1:
             return tuple(len(ranks) for ranks in replicas)
-        members = [self._rows_member(stage, layers, ranks, split) for ranks in replicas]
+        members = [self._rows_member(stage, layers, ranks, sharing) for ranks in replicas]
         try:
             found = balance(members, self.rows, unit="rows")
         except PlanError as error:
@@ -85,13 +86,21 @@ class Shares:
         return found.units
 
     def _rows_member(
-        self, stage: int, layers: Sequence[int], ranks: tuple[int, ...], split: set[int]
+        self,
+        stage: int,
+        layers: Sequence[int],
+        ranks: tuple[int, ...],
+        sharing: Mapping[int, int],
     ) -> Member:
         part = 1.0 / len(ranks)
         smallest = min(self.costs.capacity(r) for r in ranks)
 
         def width(layer: int) -> float:
-            return part if layer in split else 1.0
+            return part if sharing[layer] > 1 else 1.0
+
+        def held(layer: int) -> float:
+            # Where they are more than a replica's ranks, each replica holds less than the whole.
+            return 1.0 / sharing[layer]
 
         def seconds(rows: int) -> float:
             return sum(
@@ -99,7 +108,7 @@ class Shares:
             )
 
         def nbytes(rows: int) -> float:
-            need = self.stage_bytes(stage, layers, ranks[0], rows, width)
+            need = self.stage_bytes(stage, layers, ranks[0], lambda i: (rows, width(i)), held)
             # A replica of unequal devices is as tight as its tightest.
             return max(need + self._reserved(r) - self.costs.capacity(r) for r in ranks) + smallest
 
@@ -115,21 +124,25 @@ class Shares:
         stage: int,
         layers: Sequence[int],
         rank: int,
-        rows: float,
-        width: Callable[[int], float],
+        share: Callable[[int], tuple[float, float]],
+        held: Callable[[int], float],
     ) -> float:
-        """Bytes a rank needs for some Layers, in execution order, and rows per micro-batch."""
-        held = self.in_flight(stage)
+        """Bytes a rank needs for some Layers, in execution order.
+
+        Of a Layer it computes `share`, rows of a micro-batch and a part of the width, and has
+        `held` of the weights.
+        """
+        num_alive = self.in_flight(stage)
         static = activations = largest = 0.0
         for index in reversed(layers):
-            layer = self.graph.layers[index]
-            static += self.static_bytes(index) * width(index)
-            gradient = self.costs.gradient_bytes[index] * width(index)
+            layer, (rows, width) = self.graph.layers[index], share(index)
+            static += self.static_bytes(index) * held(index)
+            gradient = self.costs.gradient_bytes[index] * held(index)
             # In its backward, what later Layers kept is free again.
             largest = max(largest, 2.0 * layer.largest.at(rows) + gradient - activations)
-            activations += self.costs.kept_bytes(index, rank, rows, width(index))
+            activations += self.costs.kept_bytes(index, rank, rows, width)
         scratch = static * self.costs.training.scratch_tensors / self._copies
-        peak = static + max(held * activations + largest, scratch)
+        peak = static + max(num_alive * activations + largest, scratch)
         return peak * (1.0 + ALLOCATOR_SLACK)
 
     @property
@@ -180,12 +193,18 @@ class Shares:
         layers = [i for i, layer in enumerate(self.graph.layers) if layer.splits]
         rows = float(self.rows)
 
+        def share(layer: int, part: float) -> tuple[float, float]:
+            # Few of all rows travel to a rank's experts.
+            rules = {option.rule for option in self.graph.layers[layer].splits}
+            return (rows * part, 1.0) if rules & EXPERTS else (rows, part)
+
         def member(rank: int) -> Member:
             def seconds(parts: int) -> float:
-                return sum(self.costs.step_s(i, rank, rows, parts / FINE) for i in layers)
+                return sum(self.costs.step_s(i, rank, *share(i, parts / FINE)) for i in layers)
 
             def nbytes(parts: int) -> float:
-                return self.stage_bytes(0, layers, rank, rows, lambda _: parts / FINE)
+                part = parts / FINE
+                return self.stage_bytes(0, layers, rank, lambda i: share(i, part), lambda _: part)
 
             return Member(
                 name=f"rank {rank} ({self.costs.cluster.devices[rank].type})",

@@ -14,7 +14,7 @@ from whale.ir.model_graph import ModelGraph, SplitOption, TaskGraph
 from whale.ir.plan import AROUND, Home, SplitLayer
 from whale.ir.sharding import cuts
 from whale.ir.virtual_device import VirtualDevice
-from whale.planner.rules import choose_rules
+from whale.planner.rules import choose_levels, choose_rules
 from whale.planner.shares import Shares
 
 
@@ -78,7 +78,7 @@ def choose_splits(
             where=taskgraph.where,
         )
     chosen = choose_rules(options, device, shares, bridged, rejected)
-    return tuple(_cut(o, device, shares) for o in chosen)
+    return tuple(_cut(o, device, shares, bridged, rejected) for o in chosen)
 
 
 def _has_rows(option: SplitOption) -> bool:
@@ -116,8 +116,19 @@ def _read_whole(
     return False
 
 
-def _cut(option: SplitOption, device: VirtualDevice, shares: Shares) -> SplitLayer:
+def _cut(
+    option: SplitOption,
+    device: VirtualDevice,
+    shares: Shares,
+    bridged: bool,
+    rejected: list[str],
+) -> SplitLayer:
     rows = tuple(cuts(shares.units(option, replica.ranks)) for replica in device.replicas)
+    per_node, chunks = 0, 1
+    if bridged and option.rule == "experts":
+        per_node = choose_levels(option, device, shares, rejected)
+        fewest = min(b - a for row in rows for a, b in zip(row, row[1:], strict=False))
+        chunks = min(shares.config.communication.token_chunks, fewest)
     return SplitLayer(
         rule=option.rule,
         path=option.path,
@@ -130,6 +141,9 @@ def _cut(option: SplitOption, device: VirtualDevice, shares: Shares) -> SplitLay
         entered=option.entered,
         joined=option.joined,
         meets_before=option.meets_before,
+        copies=option.copies,
+        per_node=per_node,
+        chunks=chunks,
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from whale.ir.homes import Bucket, Slice
 from whale.ir.sharding import Piece
 from whale.runtime.groups import Communicator, Groups, Work
+from whale.runtime.half import HalfSums, HalfWork
 
 _DTYPES = {
     "float64": torch.float64,
@@ -53,7 +54,7 @@ class _Filled:
             if piece.span is None
         ]
         self.waiting: set[str] = set()
-        self.work: Work | None = None
+        self.work: Work | HalfWork | None = None
         self.launched = False
 
     @property
@@ -104,8 +105,10 @@ class GradientBuckets:
         groups: Groups,
         rank: int,
         stages: dict[str, set[int]],
+        half: HalfSums | None = None,
     ) -> None:
         self.rank = rank
+        self.half = half
         self.params = params
         self.stages = stages
         pools: dict[tuple[int, ...], int] = {}
@@ -208,7 +211,10 @@ class GradientBuckets:
             item.flat.zero_()
         if self.on_launch is not None:
             self.on_launch(self.next)
-        item.work = item.comm.all_reduce_(item.flat, async_op=True)
+        if self.half is not None and item.flat.element_size() > 2:
+            item.work = self.half.start(item.comm, item.flat)
+        else:
+            item.work = item.comm.all_reduce_(item.flat, async_op=True)
 
     def wait(self) -> None:
         """All reductions done and every gradient in place."""

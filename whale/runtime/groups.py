@@ -94,6 +94,11 @@ class Communicator:
         work.wait()
         return None
 
+    def all_max_(self, tensor: torch.Tensor) -> None:
+        """The greatest of every element, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+
     def all_gather(self, tensor: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
         """Pieces of `sizes` along `dim`, concatenated in group order."""
         self._note("all_gather")
@@ -145,6 +150,20 @@ class Communicator:
         out = local.new_empty((sum(receive), *local.shape[1:]))
         dist.all_to_all_single(out, local, list(receive), list(send), group=self.group)
         return out
+
+    def start_all_to_all(
+        self, tensor: torch.Tensor, send: list[int], receive: list[int]
+    ) -> tuple[torch.Tensor, dist.Work | None]:
+        """The same, begun: the result is there once the work is waited for."""
+        self._note("all_to_all")
+        local = tensor.contiguous()
+        if self.size == 1:
+            return local.clone(), None
+        out = local.new_empty((sum(receive), *local.shape[1:]))
+        work = dist.all_to_all_single(
+            out, local, list(receive), list(send), group=self.group, async_op=True
+        )
+        return out, work
 
 
 class Groups:

@@ -324,6 +324,23 @@ def test_parallelize_takes_a_plan_of_the_command(run: Run) -> None:
     step.close()
 
 
+def test_ten_trillion_parameters_do_not_fit_and_it_says_so(run: Run) -> None:
+    words = ["m6-10t", "--cluster", "8x8xV100-32GB", "--batch", "512", "--json", "p.json"]
+    status, out, err = run("plan", *words)
+    assert status == 1
+    assert "replicate+split on 64" in out
+    assert "does not fit: rank 0 (V100-32GB) (and 63 more of 64 devices) needs" in err
+    assert "hint: " in err
+    plan = json.loads(Path("p.json").read_text())
+    assert plan["fits"] is False
+
+
+def test_experts_of_a_hundred_billion_parameters_fit(run: Run) -> None:
+    status, out, err = run("plan", "m6-100b", "--cluster", "4x8xA100-80GB", "--batch", "256")
+    assert status == 0, err
+    assert "replicate+split on 32" in out
+
+
 # ---- shipped graphs ------------------------------------------------------------------------------
 
 REGENERATE = "write them again: PYTHONPATH=. python scripts/preset_graphs.py"
@@ -347,6 +364,8 @@ def test_shipped_graphs_are_of_the_presets_models(name: str) -> None:
     assert found is not None
     with torch.device("meta"):
         model = preset.build()
+    if preset.annotate is not None:  # what is tagged apart is a Layer of its own
+        preset.annotate(model)
     ours = {p.name: p.shape for p in found.graph.parameters}
     assert ours == {n: tuple(p.shape) for n, p in model.named_parameters()}, REGENERATE
     kinds = {path: type(layer).__name__ for path, layer in find_layers(model).items()}

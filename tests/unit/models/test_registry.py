@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from whale.annotations import tag_of
 from whale.cli import verify
@@ -19,12 +21,15 @@ from whale.models.registry import (
     preset,
     token_loss,
 )
+from whale.runtime.batch import leaves
 
 SMALL = [name for name, made in PRESETS.items() if made.small is None]
+LARGE = ("m6-100b", "m6-1t", "m6-10t")
 EXPECTED = {
     *("gpt-tiny", "gpt-small", "bert-tiny", "bert-base", "bert-large"),
     *("t5-tiny", "t5-small", "t5-large", "gnmt-tiny", "gnmt", "lstm-tiny"),
     *("encdec-tiny", "encdec-base", "resnet-tiny", "resnet-50", "resnet-50-100k", "resnet-50-1m"),
+    *("m6-tiny", "m6-small", "m6-base", "m6-10b", "m6-100b", "m6-1t", "m6-10t"),
 }
 
 
@@ -45,12 +50,16 @@ def test_all_are_there_under_their_own_names() -> None:
         assert callable(optimizer_factory(made.optimizer))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name",
+    # Hundreds of Layers, of the kinds that smaller ones have: seconds each.
+    [pytest.param(n, marks=pytest.mark.full) if n in LARGE else n for n in PRESETS],
+)
 def test_a_preset_is_captured_and_can_be_cut(name: str) -> None:
     made = preset(name)
     with torch.device("meta"):
         model, batch = made.build(), made.batch(made.rows, made.seq)
-    assert all(leaf.is_meta and leaf.shape[0] == made.rows for leaf in batch)
+    assert all(leaf.is_meta and leaf.shape[0] == made.rows for leaf in leaves(batch))
     if made.annotate is not None:
         made.annotate(model)
     captured = capture(model, batch, made.loss)
@@ -63,13 +72,15 @@ def test_a_preset_is_captured_and_can_be_cut(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_preset_learns_its_batch(name: str) -> None:
     made, model = preset(name), build(name)
-    *inputs, labels = made.batch(made.rows, None)
+    batch = made.batch(made.rows, None)
     optimizer = optimizer_factory(made.optimizer)(model.parameters(), lr=1e-2)
-    assert made.loss is not None
     losses = []
     for _ in range(5):
         optimizer.zero_grad()
-        loss = made.loss(model(*inputs), labels)
+        if made.loss is None:
+            loss = model(**batch)["loss"]
+        else:
+            loss = made.loss(model(*batch[:-1]), batch[-1])
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -81,7 +92,7 @@ def test_batches_are_the_same_every_time_and_leave_the_generator_alone() -> None
     before = torch.get_rng_state()
     for name in SMALL:
         first, again = (preset(name).batch(4, None) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(leaves(first), leaves(again), strict=True))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -132,6 +143,24 @@ def test_the_large_classification_splits_its_head_alone() -> None:
     assert model.get_submodule("fc").weight.shape == (100_000, 2048)
 
 
+def test_m6_spreads_its_experts_alone() -> None:
+    made = preset("m6-small")
+    assert made.annotate is not None
+    with torch.device("meta"):
+        model = made.annotate(made.build())
+    kinds = {path: [s.kind for s in tag_of(part)] for path, part in model.named_modules()}
+    assert kinds["blocks.1.ffn"] == kinds["blocks.7.ffn"] == ["split"]
+    for path in ("text_stem", "blocks.0.ffn", "blocks.1.attention", "lm_head"):
+        assert kinds[path] == ["replicate"]
+
+
+def test_m6_has_eight_samples_for_each_published_gpu() -> None:
+    rows = {name: preset(f"m6-{name}").rows for name in ("base", "10b", "100b", "1t", "10t")}
+    assert rows == {name: 8 * n for name, n in zip(rows, (8, 16, 128, 480, 512), strict=True)}
+    large = [name for name in PRESETS if preset(name).optimizer == "adafactor"]
+    assert large == ["m6-100b", "m6-1t", "m6-10t"]
+
+
 def test_unknown_names_suggest_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown preset 'bert-lrge'") as caught:
         preset("bert-lrge")
@@ -165,7 +194,7 @@ def test_a_small_sibling_has_the_same_paths(name: str) -> None:
     assert preset(full.small).small is None
 
 
-def subject(name: str) -> tuple[nn.Module, tuple[Tensor, ...], str]:
+def subject(name: str) -> tuple[nn.Module, Any, str]:
     found = verify.find_subject(name, 3)
     return found.model, found.batch, found.note
 
@@ -174,7 +203,7 @@ def test_verify_takes_every_preset_and_says_what_it_reduced() -> None:
     for name in PRESETS:
         model, batch, note = subject(name)
         assert sum(p.numel() for p in model.parameters()) < 1_000_000, name
-        assert batch[0].shape[0] == 3
+        assert leaves(batch)[0].shape[0] == 3
         assert note.startswith(f"{name} reduced: ") == (PRESETS[name].small is not None)
     assert "num_layers 24 to 4" in subject("bert-large")[2]
     assert subject("resnet-50")[2] == "resnet-50 reduced: to resnet-tiny"

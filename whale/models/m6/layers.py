@@ -1,17 +1,16 @@
-"""The layers of an M6: patch stem, positions, prefix mask, attention, block.
+"""The layers of an M6: patch stem, positions, prefix mask, block.
 
-Place in the flow: used by `model`. Nothing here knows of parallelism; head counts are written as -1
-in views, so that the same `forward` is right for the part of the heads that a rank holds.
+Place in the flow: used by `model`. Nothing here knows of parallelism.
 
-Shapes: B batch, P patches, S text tokens, N = P + S positions, D model dim, H heads, E head dim.
+Shapes: B batch, P patches, S text tokens, N = P + S positions, D model dim.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whale.models.layers import MLP, Attention
 from whale.models.m6.config import M6Config
 from whale.nn.moe.layer import MoE
 
@@ -77,44 +76,6 @@ class TextStem(nn.Module):
         )
 
 
-class Attention(nn.Module):
-    """Self-attention under a mask, with separate projections for queries, keys and values."""
-
-    def __init__(self, config: M6Config) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.head_dim = config.dim // config.num_heads
-        self.q_proj = nn.Linear(config.dim, config.dim)
-        self.k_proj = nn.Linear(config.dim, config.dim)
-        self.v_proj = nn.Linear(config.dim, config.dim)
-        self.out_proj = nn.Linear(config.dim, config.dim)
-        self.out_proj.init_gain = _residual_gain(config)  # type: ignore[assignment]
-
-    def forward(self, x_bnd: Tensor, mask_b1nn: Tensor) -> Tensor:
-        """Attends from every position to those that the mask marks True."""
-        B, N, _ = x_bnd.shape  # noqa: N806
-        q_bhne = self.q_proj(x_bnd).view(B, N, -1, self.head_dim).transpose(1, 2)
-        k_bhne = self.k_proj(x_bnd).view(B, N, -1, self.head_dim).transpose(1, 2)
-        v_bhne = self.v_proj(x_bnd).view(B, N, -1, self.head_dim).transpose(1, 2)
-        y_bhne = F.scaled_dot_product_attention(q_bhne, k_bhne, v_bhne, attn_mask=mask_b1nn)
-        return self.out_proj(y_bhne.transpose(1, 2).reshape(B, N, -1))
-
-
-class MLP(nn.Module):
-    """A dense feed-forward layer: two linear layers around a GELU."""
-
-    def __init__(self, config: M6Config) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.dim, config.ffn_dim)
-        self.act = nn.GELU()
-        self.fc2 = nn.Linear(config.ffn_dim, config.dim)
-        self.fc2.init_gain = _residual_gain(config)  # type: ignore[assignment]
-
-    def forward(self, x_bnd: Tensor) -> Tensor:
-        """Applies the layers to every position alone."""
-        return self.fc2(self.act(self.fc1(x_bnd)))
-
-
 class Block(nn.Module):
     """Attention and a feed-forward layer, each behind a norm and added to the residual stream.
 
@@ -124,17 +85,25 @@ class Block(nn.Module):
     def __init__(self, config: M6Config, layer: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.dim)
-        self.attention = Attention(config)
+        self.attention = Attention(config.dim, config.num_heads)
+        self.attention.out_proj.init_gain = _residual_gain(config)  # type: ignore[assignment]
         self.dropout1 = nn.Dropout(config.dropout)
         self.norm2 = nn.LayerNorm(config.dim)
-        self.ffn = make_experts(config) if config.has_experts(layer) else MLP(config)
+        self.ffn = make_experts(config) if config.has_experts(layer) else _mlp(config)
         self.dropout2 = nn.Dropout(config.dropout)
-        self.has_loss = config.has_experts(layer) and config.experts_have_loss
+        self.has_experts = config.has_experts(layer)
+        self.has_loss = self.has_experts and config.experts_have_loss
 
-    def forward(self, x_bnd: Tensor, mask_b1nn: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the residual stream after both parts; with `has_loss`, also the experts' loss."""
-        x_bnd = x_bnd + self.dropout1(self.attention(self.norm1(x_bnd), mask_b1nn))
-        y_bnd = self.ffn(self.norm2(x_bnd))
+    def forward(
+        self, x_bnd: Tensor, mask_b1nn: Tensor, valid_bn: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the residual stream after both parts; with `has_loss`, also the experts' loss.
+
+        Experts are for the positions that `valid_bn` marks: padding would only take their room.
+        """
+        x_bnd = x_bnd + self.dropout1(self.attention(self.norm1(x_bnd), mask=mask_b1nn))
+        y_bnd = self.norm2(x_bnd)
+        y_bnd = self.ffn(y_bnd, valid_bn) if self.has_experts else self.ffn(y_bnd)
         if not self.has_loss:
             return x_bnd + self.dropout2(y_bnd)
         y_bnd, loss = y_bnd
@@ -155,6 +124,12 @@ def make_experts(config: M6Config) -> nn.Module:
         z_loss=config.z_loss,
         activation="gelu",
     )
+
+
+def _mlp(config: M6Config) -> MLP:
+    made = MLP(config.dim, config.ffn_dim)
+    made.fc2.init_gain = _residual_gain(config)  # type: ignore[assignment]
+    return made
 
 
 def _residual_gain(config: M6Config) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from whale.models.m6.config import M6Config
 from whale.models.m6.layers import Block, PatchStem, TextStem, prefix_mask
+from whale.models.m6.tokenizer import PAD
 
 IGNORED = -100
 """The label of a position that is not learned from: what `F.cross_entropy` leaves out."""
@@ -73,9 +74,11 @@ class M6(nn.Module):
         mask_b1nn = prefix_mask(num_source, has_image, num_patches, num_text)
         text_bsd = self.text_stem(tokens, num_source - num_patches)
         x_bnd = self.dropout(torch.cat([self.patch_stem(patches), text_bsd], dim=1))
+        pictured = has_image[:, None].expand(-1, num_patches)
+        valid_bn = torch.cat([pictured, tokens != PAD], dim=1)
         expert_losses = []
         for block in self.blocks:
-            x_bnd = block(x_bnd, mask_b1nn)
+            x_bnd = block(x_bnd, mask_b1nn, valid_bn)
             if block.has_loss:
                 x_bnd, expert_loss = x_bnd
                 expert_losses.append(expert_loss)

@@ -35,6 +35,7 @@ SPECIAL = (
 )
 """Padding, begin and end of a target, a masked span, a separator; languages; tasks."""
 
+PAD = SPECIAL.index("<pad>")
 NUM_BYTES = 256
 
 FORMAT = 1
@@ -88,7 +89,7 @@ class Tokenizer:
     @property
     def pad(self) -> int:
         """Fills a row up."""
-        return 0
+        return PAD
 
     @property
     def bos(self) -> int:

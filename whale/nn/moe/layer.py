@@ -49,6 +49,8 @@ class MoE(nn.Module):
         z_loss: Weight of the squared log-sum of the router's logits.
         activation: "gelu", "relu" or "silu".
         gated: Whether an expert multiplies the activation by a linear half (SwiGLU and its kin).
+        split_by: What a `split` cuts: `experts`, or the `columns` inside each; empty: experts where
+            there are enough for the devices.
 
     Example:
         >>> moe = MoE(8, 16, 4, top_k=2)
@@ -75,8 +77,10 @@ class MoE(nn.Module):
         z_loss: float = 0.0,
         activation: str = "gelu",
         gated: bool = False,
+        split_by: str = "",
     ) -> None:
         super().__init__()
+        _check_one_of("split_by", split_by, ("", "experts", "columns"))
         _check_one_of("router", router, ROUTERS)
         _check_one_of("balance", balance, BALANCES)
         _check_one_of("activation", activation, tuple(ACTIVATIONS))
@@ -100,7 +104,7 @@ class MoE(nn.Module):
         self.top_k, self.router_kind, self.balance = top_k, router, balance
         self.capacity_factor, self.balance_rate = capacity_factor, balance_rate
         self.loss_weight, self.z_loss = loss_weight, z_loss
-        self.activation, self.gated = activation, gated
+        self.activation, self.gated, self.split_by = activation, gated, split_by
         self.router = nn.Linear(dim, num_experts, bias=False)
         self.w_in = nn.Parameter(torch.empty(num_experts, dim, hidden * (2 if gated else 1)))
         # [E, d, f], the layout in which its products are fastest: see `experts`.
@@ -143,21 +147,29 @@ class MoE(nn.Module):
         chooses = self.router_kind == "expert-choice"
         return chooses or self.capacity_factor is not None or self.has_loss
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """The output for tokens [..., dim]; with a loss, `(output, loss)`."""
-        return self.run(x, Alone(), self.here)
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The output for tokens [..., dim]; with a loss, `(output, loss)`.
 
-    def run(self, x: Tensor, meeting: Meeting, compute: Compute) -> Tensor | tuple[Tensor, Tensor]:
+        Tokens that are not `valid` [...] (padding) go to no expert, give zeros, and count nowhere.
+        """
+        return self.run(x, valid, Alone(), self.here)
+
+    def run(
+        self, x: Tensor, valid: Tensor | None, meeting: Meeting, compute: Compute
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """`forward`, with the replicas of `meeting`, the experts' part done by `compute`."""
         tokens = x.reshape(-1, self.dim)
+        valid = None if valid is None else valid.reshape(-1)
         # Small differences between logits decide where tokens go: half precision is too coarse.
         wide = torch.promote_types(tokens.dtype, torch.float32)
         kind = x.device.type
         with torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext():
             logits = F.linear(tokens.to(wide), self.router.weight.to(wide))
-        routed, scores = self._route(logits, meeting)
+        routed, scores = self._route(logits, valid, meeting)
         # Before the tokens travel: replicas meet in one place.
-        loss = self._loss(logits, scores, routed, meeting) if self.has_loss else None
+        loss = None
+        if self.has_loss:
+            loss = self._loss(logits, scores, valid, routed, meeting)
         out = compute(tokens, routed).view_as(x)
         self._count(routed)
         return out if loss is None else (out, loss)
@@ -176,13 +188,21 @@ class MoE(nn.Module):
             gated=self.gated,
         )
 
-    def ffn(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """The experts that are here, on rows in expert order."""
+    def ffn(
+        self,
+        rows: Tensor,
+        offsets: Tensor,
+        w_in: Tensor | None = None,
+        w_out: Tensor | None = None,
+    ) -> Tensor:
+        """The experts that are here, or those of these weights, on rows in expert order."""
+        w_in = self.w_in if w_in is None else w_in
+        w_out = self.w_out if w_out is None else w_out
         return expert_ffn(
             rows,
             offsets,
-            self.w_in,
-            self.w_out.transpose(1, 2),
+            w_in,
+            w_out.transpose(1, 2),
             activation=self.activation,
             gated=self.gated,
         )
@@ -203,15 +223,19 @@ class MoE(nn.Module):
 
     # ---- parts -----------------------------------------------------------------------------------
 
-    def _route(self, logits: Tensor, meeting: Meeting) -> tuple[Routed, Tensor]:
+    def _route(
+        self, logits: Tensor, valid: Tensor | None, meeting: Meeting
+    ) -> tuple[Routed, Tensor]:
         prototypes = self.router_kind == "prototype"
         scores = routing.probabilities(logits, self.top_k, prototypes=prototypes)
         if self.router_kind == "expert-choice":
             factor = self.capacity_factor or float(self.top_k)
-            return routing.chosen_by_experts(scores, factor, meeting), scores
+            return routing.chosen_by_experts(scores, factor, meeting, valid), scores
         bias = self.bias if self.balance == "bias" else None
         ids, gates = routing.choose(scores, bias, self.top_k, prototypes=prototypes)
-        routed = routing.with_room(ids, gates, self.num_experts, self.capacity_factor, meeting)
+        routed = routing.with_room(
+            ids, gates, self.num_experts, self.capacity_factor, meeting, valid
+        )
         return routed, scores
 
     def _few_slots(self, tokens: Tensor, routed: Routed) -> Tensor:
@@ -231,10 +255,20 @@ class MoE(nn.Module):
             even = load.sum() / self.num_experts
             self.bias += self.balance_rate * torch.sign(even - load)
 
-    def _loss(self, logits: Tensor, scores: Tensor, routed: Routed, meeting: Meeting) -> Tensor:
+    def _loss(
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        valid: Tensor | None,
+        routed: Routed,
+        meeting: Meeting,
+    ) -> Tensor:
         """Means over the tokens of the global micro-batch, the same on every replica."""
-        parts = [scores.sum(0), logits.logsumexp(-1).square().sum().view(1)]
-        totals = meeting.sum(torch.cat(parts))
+        squares = logits.logsumexp(-1, keepdim=True).square()
+        parts = torch.cat([scores, squares], 1)
+        if valid is not None:
+            parts = torch.where(valid.unsqueeze(1), parts, 0.0)
+        totals = meeting.sum(parts.sum(0))
         load = routed.wanted.sum((0, 1)).to(totals.dtype)
         num_tokens = routed.num_tokens.clamp(min=1).to(totals.dtype)
         loss = self.z_loss * totals[-1] / num_tokens

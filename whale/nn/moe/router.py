@@ -13,6 +13,7 @@ import math
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 ROUTERS = ("top-k", "prototype", "expert-choice")
 
@@ -64,7 +65,7 @@ class Routed(NamedTuple):
         wanted: [R, k, E] int64, choices before any was dropped, by replica, or [R, 1, E].
         kept: [R, E] int64, choices that found room.
         num_tokens: [] int64, tokens of all replicas.
-        num_slots: routed slots here, where that is known without looking.
+        num_slots: routed slots here, or a few more, where that is known without looking.
     """
 
     ids: torch.Tensor
@@ -116,17 +117,22 @@ def with_room(
     num_experts: int,
     factor: float | None,
     meeting: Meeting,
+    valid: torch.Tensor | None = None,
 ) -> Routed:
-    """The choices `ids`, less those that find no room.
+    """The choices `ids`, less those that find no room and those of tokens that are not `valid`.
 
     First choices of all tokens go before second ones, and within a choice tokens go in the order of
     the global micro-batch. Without `factor` everyone finds room.
     """
     num_tokens, k = ids.shape
-    # The queue of each expert: all first choices in order, then all second ones.
-    queue = ids.t().reshape(-1)
-    choice = torch.arange(k, device=ids.device).repeat_interleave(num_tokens)
-    local = count(choice * num_experts + queue, k * num_experts)
+    # The queue of each expert: all first choices in order, then all second ones; then those who
+    # are in none.
+    keys = ids + torch.arange(k, device=ids.device) * num_experts
+    if valid is not None:
+        ids = torch.where(valid.unsqueeze(1), ids, -1)
+        keys = torch.where(valid.unsqueeze(1), keys, k * num_experts)
+    keys = keys.t().reshape(-1)
+    local = count(keys, k * num_experts + 1)[:-1]
     wanted = meeting.gather(local.view(k, num_experts))
     total = wanted[:, 0].sum()  # each token has one choice of the first kind
     if factor is None:
@@ -136,9 +142,8 @@ def with_room(
     earlier = by_choice.cumsum(0) - by_choice
     before = earlier + wanted.cumsum(0) - wanted  # [R, k, E]: in the queue ahead of a replica's
     kept = (room - before).clamp(min=0).minimum(wanted)
-    place = _places(queue, choice, num_experts, k)
-    ahead = before[meeting.index].reshape(-1).index_select(0, choice * num_experts + queue)
-    fits = (place + ahead < room).view(k, num_tokens).t()
+    ahead = F.pad(before[meeting.index].reshape(-1), (0, 1)).index_select(0, keys)
+    fits = (_places(keys, k * num_experts + 1) + ahead < room).view(k, num_tokens).t()
     return Routed(torch.where(fits, ids, -1), gates, wanted, kept.sum(1), total)
 
 
@@ -147,32 +152,37 @@ def count(values: torch.Tensor, size: int) -> torch.Tensor:
     return values.new_zeros(size).scatter_add_(0, values, torch.ones_like(values))
 
 
-def _places(queue: torch.Tensor, choice: torch.Tensor, num_experts: int, k: int) -> torch.Tensor:
-    """How many of the same expert and choice come before, here."""
-    keys = choice * num_experts + queue
+def _places(keys: torch.Tensor, size: int) -> torch.Tensor:
+    """How many of the same key, which are below `size`, come before."""
     order = torch.sort(keys, stable=True).indices
     ordered = keys.index_select(0, order)
     firsts = torch.searchsorted(
-        ordered, torch.arange(k * num_experts, device=queue.device, dtype=ordered.dtype)
+        ordered, torch.arange(size, device=keys.device, dtype=ordered.dtype)
     )
-    ranks = torch.arange(len(keys), device=queue.device) - firsts.index_select(0, ordered)
+    ranks = torch.arange(len(keys), device=keys.device) - firsts.index_select(0, ordered)
     return torch.empty_like(keys).scatter_(0, order, ranks)
 
 
-def chosen_by_experts(scores: torch.Tensor, factor: float, meeting: Meeting) -> Routed:
+def chosen_by_experts(
+    scores: torch.Tensor, factor: float, meeting: Meeting, valid: torch.Tensor | None = None
+) -> Routed:
     """Expert choice: every expert takes its best tokens of the global micro-batch.
 
     `ids` are [T, E], and a token may have none, or several. It looks at all tokens, also later
     ones: for encoders.
     """
     num_tokens, num_experts = scores.shape
+    wanted = scores.detach()
+    if valid is not None:
+        # Below every probability: chosen only when nothing else is left, and then taken back.
+        wanted = torch.where(valid.unsqueeze(1), wanted, -1.0)
     here = scores.new_tensor([num_tokens], dtype=torch.long)
     # A shape that depends on the others' rows cannot be known without them; alone it can.
     sizes = [num_tokens] if isinstance(meeting, Alone) else meeting.gather(here).view(-1).tolist()
-    everyone = meeting.rows(scores.detach(), sizes)
+    everyone = meeting.rows(wanted, sizes)
     room = min(len(everyone), capacity_of(len(everyone), factor, 1.0, num_experts))
     best = torch.sort(everyone, dim=0, descending=True, stable=True).indices[:room]
-    taken = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, best, True)
+    taken = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, best, True) & (everyone >= 0)
     first = sum(sizes[: meeting.index])
     mine = taken.narrow(0, first, num_tokens)
     experts = torch.arange(num_experts, device=scores.device)
@@ -182,6 +192,6 @@ def chosen_by_experts(scores: torch.Tensor, factor: float, meeting: Meeting) -> 
         gates=scores,
         wanted=by_replica.unsqueeze(1),
         kept=by_replica,
-        num_tokens=here.new_tensor(len(everyone)),
+        num_tokens=(everyone[:, 0] >= 0).sum(),
         num_slots=room * num_experts if len(sizes) == 1 else None,
     )

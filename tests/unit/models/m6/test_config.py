@@ -38,7 +38,6 @@ def test_expert_parameters_by_arithmetic(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", presets)
-@pytest.mark.usefixtures("stand_in")
 def test_expert_parameters_of_the_modules(name: str) -> None:
     config = presets[name]
     with torch.device("meta"):

@@ -110,7 +110,6 @@ def test_loss_is_the_mean_over_targets(model: M6, batch: Batch) -> None:
     assert set(model(**{k: v for k, v in batch.items() if k != "labels"})) == {"logits"}
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("num_experts", [0, 4])
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_few_steps_lower_the_loss(config: M6Config, num_experts: int, tie: bool) -> None:
@@ -135,7 +134,7 @@ def test_a_few_steps_lower_the_loss(config: M6Config, num_experts: int, tie: boo
 
 
 @pytest.fixture
-def shared(config: M6Config, stand_in: None) -> M6:
+def shared(config: M6Config) -> M6:
     return M6(replace(config, num_experts=4, moe_every=2, share_layers=True)).double()
 
 
@@ -180,7 +179,6 @@ def test_state_round_trip(shared: M6, batch: Batch) -> None:
 # ---- parallel ----
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_annotations_split_the_experts_and_nothing_else(config: M6Config) -> None:
     model = expert_parallel(M6(replace(config, num_experts=4, moe_every=2)))
     for path, module in model.named_modules():

@@ -159,6 +159,29 @@ def test_expert_choice(capacity: float | None) -> None:
     assert moe.tokens_seen.tolist() == [room] * 4
 
 
+@pytest.mark.parametrize(("router", "k"), [("top-k", 2), ("prototype", 2), ("expert-choice", 2)])
+@pytest.mark.parametrize("capacity", [None, 0.75])
+def test_padding_counts_nowhere(router: str, k: int, capacity: float | None) -> None:
+    """With some tokens not valid, the others get what they would get without them."""
+    balance = "none" if router == "expert-choice" else "loss"
+    moe = make(router, k, balance, capacity, z_loss=0.1)
+    alone = make(router, k, balance, capacity, z_loss=0.1)
+    x = torch.randn(2, 8, 6, dtype=torch.float64)
+    valid = torch.rand(2, 8) < 0.6
+    if router == "expert-choice" and capacity is not None:
+        # Its room is a part of all rows, as many as there are.
+        alone.capacity_factor = capacity * 16 / int(valid.sum())
+    elif router == "expert-choice":
+        alone.capacity_factor = 2.0 * 16 / int(valid.sum())
+    out, loss = moe(x, valid)
+    due, due_loss = alone(x[valid])
+    torch.testing.assert_close(out[valid], due)
+    assert not out[~valid].any()
+    torch.testing.assert_close(loss, due_loss)
+    assert torch.equal(moe.tokens_seen, alone.tokens_seen)
+    assert torch.equal(moe.tokens_dropped, alone.tokens_dropped)
+
+
 def test_the_router_is_wide_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bfloat16 layer chooses as a float32 one with the same weights does."""
     # On some virtual machines oneDNN's bfloat16 products use AMX, which ends the process there.

@@ -1,0 +1,127 @@
+"""Stacked experts of other libraries, of which a member holds some: Mixtral, Qwen-MoE and kin.
+
+Place in the flow: installed by the rule `stacked experts` (`engine.stacked_experts` finds the
+modules). Such a module has no router: it is called with `(hidden_states [T, d], top_k_index [T, k],
+top_k_weights [T, k])` and gives the weighted sum of each token's experts. Every choice finds room,
+so members need nothing of each other but how many rows go where.
+
+| the group | what happens |
+|---|---|
+| members of one replica: all see the same rows | each runs its experts; outputs are summed |
+| several replicas: each has rows of its own | counts gathered, all-to-all there, all-to-all back |
+
+Weights of the choices stay at home: an expert's output travels back bare and is weighted there, so
+that their gradient is there too. Plain gated experts run in `experts.moe_ffn`; any others in the
+forward of the module itself, on rows of one choice each.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whale.nn.column_shard import plain
+from whale.nn.moe import permute
+from whale.nn.moe.courier import Courier
+from whale.nn.moe.experts import moe_ffn
+from whale.nn.shard import Shard
+from whale.runtime import collectives
+
+_ACTIVATIONS = {
+    "SiLU": "silu", "SiLUActivation": "silu", "GELU": "gelu", "GELUActivation": "gelu",
+    "ReLU": "relu",
+}  # fmt: skip
+
+
+def matrices(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """(w_in [E, d, f or 2 f], w_out [E, f, d]): views of its two stacked parameters."""
+    first, second = (p for p in module.parameters(recurse=False) if p.dim() == 3)
+    if getattr(module, "is_transposed", False):
+        return first, second
+    return first.transpose(1, 2), second.transpose(1, 2)
+
+
+def plain_activation(module: nn.Module) -> str | None:
+    """The activation of experts that compute `(act(x @ left) * (x @ right)) @ w_out`, no more.
+
+    None: they do something else, or it cannot be told.
+    """
+    told = (getattr(module, name, None) for name in ("has_gate", "is_concatenated"))
+    more = (getattr(module, name, None) for name in ("has_bias", "has_post_expert_norm"))
+    gate = getattr(getattr(type(module), "_apply_gate", None), "__name__", "")
+    act = getattr(module, "act_fn", None)
+    if not all(told) or any(more) or gate != "_default_apply_gate":
+        return None
+    if type(act) is nn.GELU and act.approximate != "none":
+        return None
+    return _ACTIVATIONS.get(type(act).__name__)
+
+
+class StackedForward:
+    """The forward of stacked experts of which this member holds [shard.low, shard.high).
+
+    Args:
+        module: With its own experts' weights.
+        shard: The group, and which experts are whose.
+    """
+
+    def __init__(self, module: nn.Module, shard: Shard) -> None:
+        self.module, self.shard = module, shard
+        self.courier = Courier(shard.group)
+        self.activation = plain_activation(module)
+        self.own = module.forward
+        module.num_experts = shard.num_units  # type: ignore[assignment]
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The replaced forward."""
+        compute = self._inside if self.shard.rows is None else self._across
+        return compute(plain(hidden_states), top_k_index, plain(top_k_weights))
+
+    def _inside(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        """All members see the same rows."""
+        shard = self.shard
+        own = (ids >= shard.low) & (ids < shard.high)
+        ids = torch.where(own, ids - shard.low, -1)
+        gates, tokens = shard.enter(gates), shard.enter(tokens)
+        if self.activation is not None:
+            return shard.leave(self._ffn(tokens, ids, gates))
+        (order, _, offsets), inverse = permute.route(ids, shard.num_units)
+        rows = permute.gather_rows(tokens, order, ids.shape[1], inverse)
+        routed = int(offsets[-1])
+        here = ids.reshape(-1).index_select(0, order[:routed])
+        made = F.pad(self._experts(rows[:routed], here), (0, 0, 0, len(rows) - routed))
+        return shard.leave(permute.combine(made, order, gates, inverse))
+
+    def _across(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        """Every member has rows of its own."""
+        shard = self.shard
+        size = len(shard.cuts) - 1
+        (order, counts, _), inverse = permute.route(ids, shard.cuts[-1])
+        # [members, experts]: what each has for each expert. The sizes of an all-to-all are the
+        # host's, so this is where it waits for the device.
+        all_counts = collectives.gather(counts[None].long(), 0, [1] * size, shard.group).cpu()
+        own = torch.tensor(shard.cuts).diff().tolist()
+        flows = torch.stack([part.sum(1) for part in all_counts.split(own, 1)], 1)
+        # What arrives is by source, then by expert.
+        received = all_counts[:, shard.low : shard.high]
+        here = torch.arange(shard.num_units).repeat(size).repeat_interleave(received.reshape(-1))
+        rows = permute.gather_rows(tokens, order, ids.shape[1], inverse)
+        made = self._experts(self.courier.send(rows, flows), here.to(tokens.device))
+        return permute.combine(self.courier.send(made, flows.t()), order, gates, inverse)
+
+    def _experts(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Each row through its one expert, of those that are here."""
+        if not len(rows):
+            # Nobody's gradient may be missing: others wait for it.
+            return rows + sum(p.reshape(-1)[:0].sum() for p in self.module.parameters())
+        ones = rows.new_ones(len(rows), 1)
+        if self.activation is not None:
+            return self._ffn(rows, ids.unsqueeze(1), ones)
+        made: Tensor = self.own(rows, ids.unsqueeze(1), ones)
+        return made
+
+    def _ffn(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        assert self.activation is not None
+        w_in, w_out = matrices(self.module)
+        return moe_ffn(tokens, ids, gates, w_in, w_out, activation=self.activation, gated=True)
