@@ -32,9 +32,21 @@ from typing import Any, Literal, cast, overload
 import torch
 import torch.distributed as dist
 
-# torch._dynamo: the first optimizer step imports it, which takes seconds in each rank. pytest: a
-# child runs the parent's main script again, which may be pytest's.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "whale", "whale.parallel"]
+# torch._dynamo: the first optimizer step imports it, which takes seconds in each rank, as do the
+# models of transformers. pytest: a child runs the parent's main script, which may be pytest's.
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "pytest",
+    "whale",
+    "whale.parallel",
+    "whale.engine.recorder",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("bert", "gpt2", "mixtral", "qwen2_moe")
+    ),
+]
 
 START_S = 120.0
 """How long processes may take to start: the first run waits for the server to load its modules."""

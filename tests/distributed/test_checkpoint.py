@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.parity import zoo
-from tests.parity.layouts import LAYOUTS, Layout, layer_paths, whole
+from tests.parity.layouts import LAYOUTS, LayerPaths, Layout, whole
 from tests.parity.reference import greatest_entry, relative_error, train_reference
 from tests.ranks import run_ranks
 from whale.engine import checkpoint, checkpoint_blocks, checkpoint_load, checkpoint_save
@@ -86,7 +86,7 @@ def make_step(
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 tensor.zero_()
-    layout.annotate(model, layer_paths(model, batch, case.loss))
+    layout.annotate(model, LayerPaths(model, batch, case.loss))
     return wh.parallelize(
         model,
         optimizer=OPTIMIZERS[optimizer],

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import whale as wh
-from tests.parity.layouts import LAYOUTS, layer_paths
+from tests.parity.layouts import LAYOUTS, LayerPaths
 from tests.ranks import run_ranks
 from whale.errors import WhaleError
 from whale.ir.rows import needed_rows
@@ -88,7 +88,7 @@ def make_step(layout_name: str, more: dict[str, Any] | None = None) -> wh.Step:
     layout = LAYOUTS[layout_name]
     torch.manual_seed(0)
     model, batch = Model().double(), whole_batch()
-    layout.annotate(model, layer_paths(model, batch, None))
+    layout.annotate(model, LayerPaths(model, batch, None))
     return wh.parallelize(
         model,
         optimizer=SGD,

@@ -7,7 +7,7 @@ import torch
 
 import whale as wh
 from tests.parity import zoo
-from tests.parity.layouts import layer_paths, layout_named
+from tests.parity.layouts import LayerPaths, layout_named
 from tests.parity.parity import ADAMW, ROWS
 from tests.ranks import run_ranks
 from whale.engine.recorder import record_step
@@ -19,7 +19,7 @@ def _trace(case_name: str, layout_name: str) -> tuple[list[str], list[str]]:
     wh.init()
     batch = case.batch(0, ROWS)
     model = case.build()
-    layout.annotate(model, layer_paths(model, batch, case.loss))
+    layout.annotate(model, LayerPaths(model, batch, case.loss))
     step = wh.parallelize(
         model,
         optimizer=ADAMW,

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import whale as wh
 from tests.parity import zoo
-from tests.parity.layouts import LAYOUTS, layer_paths
+from tests.parity.layouts import LAYOUTS, LayerPaths
 from tests.parity.reference import greatest_entry, relative_error
 from tests.ranks import RankFailure, run_ranks
 from whale.errors import WhaleError
@@ -107,7 +107,7 @@ def train(
     layout, case = LAYOUTS[layout_name], zoo.case("gpt", dropout=dropout)
     batches = [labelled(seed, mask) for seed in range(STEPS)]
     model = case.build()
-    layout.annotate(model, layer_paths(model, batches[0], LOSSES[loss]))
+    layout.annotate(model, LayerPaths(model, batches[0], LOSSES[loss]))
     step = wh.parallelize(
         model,
         optimizer=OPTIMIZERS[optimizer],
@@ -345,7 +345,7 @@ def build_on_meta(layout_name: str) -> dict[str, Any]:
     layout, batch = LAYOUTS[layout_name], labelled(0, "")
     with torch.device("meta"):
         model = zoo.case("gpt").build()
-    layout.annotate(model, layer_paths(model, batch, zoo.flat_cross_entropy))
+    layout.annotate(model, LayerPaths(model, batch, zoo.flat_cross_entropy))
     step = wh.parallelize(
         model,
         optimizer=OPTIMIZERS["adamw"],
@@ -406,7 +406,7 @@ def close_and_go_on(layout_names: list[str]) -> list[Any]:
     found = []
     for layout_name in layout_names:
         layout, model = LAYOUTS[layout_name], copy.deepcopy(original)
-        layout.annotate(model, layer_paths(model, batches[0], zoo.flat_cross_entropy))
+        layout.annotate(model, LayerPaths(model, batches[0], zoo.flat_cross_entropy))
         before = fingerprint(model)
         # The same model twice: its own second run, and the next layout's, start from the beginning.
         for schedule in (1, 2):
@@ -496,7 +496,7 @@ def train_odd(layout_name: str, bent_glue: bool) -> dict[str, Any]:
     wh.init()
     layout = LAYOUTS[layout_name]
     model, batches = odd(bent_glue)
-    layout.annotate(model, layer_paths(model, batches[0], F.mse_loss))
+    layout.annotate(model, LayerPaths(model, batches[0], F.mse_loss))
     step = wh.parallelize(
         model,
         optimizer=OPTIMIZERS["adamw"],

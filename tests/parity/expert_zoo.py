@@ -141,19 +141,17 @@ SHARED = {"cluster.colocate_split_and_replicate": True}
 EXPERT_LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        Layout("replicas", 2, whole(wh.replicate), M2),
-        Layout("replicas-uneven", 3, whole(wh.replicate), speeds=(3.0, 1.0, 2.0)),
+        Layout("replicas", 3, whole(wh.replicate), M2, speeds=(3.0, 1.0, 2.0)),
         Layout("experts-2", 2, experts(wh.split)),
         Layout("experts-3-uneven", 3, experts(wh.split), M2, speeds=(3.0, 1.0, 2.0)),
         Layout("experts-4", 4, experts(wh.split), M3),
         Layout("experts-8", 8, experts(wh.split), LEVELS, num_nodes=2),
         Layout("experts-groups", 4, experts(lambda: wh.split(2)), {**SHARED, **M2}),
-        Layout("experts-levels", 4, experts(wh.split), {**LEVELS, **M2}, num_nodes=2),
         Layout(
-            "experts-levels-uneven",
+            "experts-levels",
             4,
             experts(wh.split),
-            LEVELS,
+            {**LEVELS, **M2},
             speeds=(1.0, 1.5, 1.0, 1.2),
             num_nodes=2,
         ),
@@ -167,8 +165,7 @@ EXPERT_LAYOUTS: dict[str, Layout] = {
             columns(whole(lambda: wh.replicate(4), lambda: wh.split(2))),
             M2,
         ),
-        Layout("experts-inside", 2, whole(wh.split)),
-        Layout("experts-inside-uneven", 2, whole(wh.split), M2, speeds=(2.0, 1.0)),
+        Layout("experts-inside", 2, whole(wh.split), M2, speeds=(2.0, 1.0)),
         Layout("experts-nested", 4, whole(lambda: wh.replicate(4), lambda: wh.split(2)), M2),
         Layout("experts-staged", 4, in_stages, pipeline("1f1b", 3)),
     )

@@ -15,7 +15,7 @@ from torch import nn
 import whale as wh
 from tests.parity.attentions import CASES, ROWS, STEPS, T5Case
 from tests.parity.layouts import LAYOUTS as MATRIX
-from tests.parity.layouts import M2, M3, Layout, layer_paths, pipeline, whole
+from tests.parity.layouts import M2, M3, LayerPaths, Layout, pipeline, whole
 from tests.parity.parity import ADAMW, worst_errors
 from tests.parity.reference import Reference, train_reference
 from tests.ranks import run_ranks
@@ -68,7 +68,7 @@ def train(names: list[str], layout_name: str, config: dict[str, Any]) -> list[di
 def _train(name: str, layout: Layout, config: dict[str, Any]) -> dict[str, Any]:
     case = CASES[name]
     model, batches = case.build(), case.batches()
-    layout.annotate(model, layer_paths(model, batches[0], case.loss))
+    layout.annotate(model, LayerPaths(model, batches[0], case.loss))
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     step = wh.parallelize(
         model,

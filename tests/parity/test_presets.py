@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import whale as wh
-from tests.parity.layouts import Layout, layer_paths, pipeline, staged, whole
+from tests.parity.layouts import LayerPaths, Layout, pipeline, staged, whole
 from tests.parity.parity import ADAMW, worst_errors
 from tests.parity.reference import split_batch, train_reference
 from tests.ranks import run_ranks
@@ -73,7 +73,7 @@ def train(name: str, layout_name: str) -> dict[str, Any]:
     case, layout = Trained(name=name), LAYOUTS[layout_name]
     wh.init()
     model, batches = case.build(), case.batches()
-    layout.annotate(model, layer_paths(model, batches[0], case.loss))
+    layout.annotate(model, LayerPaths(model, batches[0], case.loss))
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     step = wh.parallelize(
         model,
