@@ -70,7 +70,36 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "layout"), CASES, ids=lambda value: str(value))
+# The others say the same of more models; `make test-full` runs them too.
+QUICK = {
+    ("gpt", "accumulate-uneven"),
+    ("gpt", "1f1b"),
+    ("gpt", "zero-bubble"),
+    ("gpt", "3d"),
+    ("gpt", "colocated"),
+    ("gpt", "interleaved-tensor"),
+    ("hf_bert", "pipeline-tensor"),
+    ("resnet", "head"),
+    ("resnet", "data-tensor-uneven"),
+    ("resnet", "3d"),
+    ("encdec", "tensor"),
+    ("narrow", "colocated"),
+    ("moe/top-k/2/loss/1.25", "experts-3-uneven"),
+    ("moe/top-k/1/bias/1.25", "experts-nested"),
+    ("moe/expert-choice/2/none/none", "experts-4"),
+    ("moe/top-k/2/loss/none", "experts-staged"),
+    ("moe/top-k/2/bias/none", "columns-across"),
+    ("moe/top-k/2/loss/1.25", "experts-levels-chunks"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(*pair, id="-".join(pair), marks=() if pair in QUICK else (pytest.mark.full,))
+        for pair in CASES
+    ],
+)
 def test_recorded_equals_planned(case: str, layout: str) -> None:
     for rank, (planned, seen) in enumerate(
         run_ranks(layout_named(layout).num_ranks, _trace, case, layout)
