@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from whale.ir.model_graph import Layer
-from whale.ir.plan import Plan
-
-EXPERTS = {"experts", "stacked experts"}
-"""Rules by which a rank has some of the experts."""
+from whale.ir.plan import TRAVELLING, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ def parts_of(plan: Plan, taskgraph: int, rows: int) -> dict[int, Part]:
     """By rank, what it has of a TaskGraph; `rows` are those of a micro-batch."""
     t = plan.taskgraphs[taskgraph]
     across = t.virtual_device != plan.stages[t.stage].virtual_device
-    travelling = frozenset(s.path for s in t.splits if across and s.rule in EXPERTS)
+    travelling = frozenset(s.path for s in t.splits if across and s.rule in TRAVELLING)
     found: dict[int, Part] = {}
     spans = pairwise(t.virtual_device.row_cuts(rows))
     for index, (replica, (first, end)) in enumerate(

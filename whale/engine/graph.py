@@ -27,7 +27,7 @@ from whale.ir.model_graph import (
     SplitOption,
     TaskGraph,
 )
-from whale.ir.plan import AROUND
+from whale.ir.plan import AROUND, TRAVELLING
 from whale.ir.strategy import Tag
 from whale.nn.moe.layer import MoE
 
@@ -92,6 +92,7 @@ def graph_of(
                         dims=_batch_dims(option, first, second),
                         joined=joined(option, path, program),
                         meets_before=_meets_before(option, list(meets), first),
+                        copies=_copies(option, first),
                         read=_nbytes(option, 0, by_name, first, second, rows),
                         made=_nbytes(option, 1, by_name, first, second, rows),
                     )
@@ -149,6 +150,14 @@ def _meets_before(option: SplitOption, meets: list[str], run: Run) -> int:
     return len(set(meets) & set(done[: done.index(option.modules[-1])]))
 
 
+def _copies(option: SplitOption, run: Run) -> int:
+    """Rows that travel for each that comes in: stacked experts are told the choices of each."""
+    if option.rule != "stacked experts" or option.path not in run.shapes:
+        return option.copies
+    choices = run.shapes[option.path][0][1]
+    return int(choices[-1])
+
+
 def _nbytes(
     option: SplitOption,
     side: int,
@@ -158,7 +167,7 @@ def _nbytes(
     rows: tuple[int, int],
 ) -> Linear:
     """Bytes of what a module that is split alone reads (side 0) or makes (1)."""
-    if option.rule not in ("column", "row", "conv", "experts") or option.path not in first.shapes:
+    if option.rule not in ("column", "row", "conv", *TRAVELLING) or option.path not in first.shapes:
         return Linear()
     item = params[option.params[0][0]].element_size()
     a, b = (

@@ -227,18 +227,16 @@ def _install_couriers(
         members = device.replicas[device.position(rank)[0]].ranks
         for split in taskgraph.splits:
             forward = modules[split.path].__dict__.get("forward")
-            if isinstance(forward, StackedForward):
-                forward.courier = Courier(groups.name_of(members), dtype=dtype)
-            if not isinstance(forward, ExpertForward):
+            if not isinstance(forward, ExpertForward | StackedForward):
                 continue
             levels = None
             if split.per_node:
                 inside, between = level_groups(members, split.per_node, rank)
                 levels = groups.name_of(inside), groups.name_of(between)
-            forward.courier = Courier(
+            forward.exchange.courier = Courier(
                 groups.name_of(members), dtype=dtype, levels=levels, per_node=split.per_node
             )
-            forward.num_chunks = split.chunks
+            forward.exchange.num_chunks = split.chunks
 
 
 def _used_once(captured: Captured, split: SplitLayer) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from whale.ir.homes import Bucket, sum_groups
 from whale.ir.levels import level_groups
 from whale.ir.model_graph import SplitOption
-from whale.ir.plan import Plan, SplitLayer, StageLayer, StagePlan
+from whale.ir.plan import TRAVELLING, Plan, SplitLayer, StageLayer, StagePlan
 from whale.ir.schedule import Action
 
 
@@ -80,10 +80,8 @@ _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("all_gather output", "all_reduce* input"),
     ),
     "embedding": (("all_gather input", "reduce_scatter output"), ("all_gather output",)),
-    "stacked experts": (
-        ("all_gather row", "all_to_all input", "all_to_all output"),
-        ("all_to_all output", "all_to_all* input"),
-    ),
+    # Who has how many rows for whom; then they travel: see `_journeys`.
+    "stacked experts": (("all_gather row",), ()),
     "conv": (
         ("all_gather input", "all_to_all output"),
         ("all_to_all output", "reduce_scatter* input"),
@@ -211,10 +209,10 @@ def layer_actions(
     for split in inside:
         before = min(split.meets_before, len(meets))
         steps += meets[given:before]
-        if split.rule == "experts" and bridged:
-            steps.append(_journeys(split, ranks, rank, backward=backward))
-        else:
-            steps.append(split_collectives(split, ranks, bridged=bridged, backward=backward))
+        step = split_collectives(split, ranks, bridged=bridged, backward=backward)
+        if bridged and split.rule in TRAVELLING:
+            step += _journeys(split, ranks, rank, backward=backward)
+        steps.append(step)
         given = max(given, before)
     steps += meets[given:]
     return found + [action for step in (steps[::-1] if backward else steps) for action in step]

@@ -29,9 +29,10 @@ PREDICTED = (
     "joules_per_step",
     "lower_bound_seconds",
 )
-# Rules whose module reads the batch size in its own code: a bridge along rows goes around all of
-# it.
+TRAVELLING = frozenset({"experts", "stacked experts"})
+"""Rules by which rows travel to the rank that has their expert, where replicas have their own."""
 AROUND = ("attention", "multihead")
+"""Rules whose module reads the batch size in its own code: a bridge goes around all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

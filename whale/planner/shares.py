@@ -16,11 +16,11 @@ from math import inf, lcm
 from whale.config import Config
 from whale.cost.compute import CostModel
 from whale.cost.memory import ALLOCATOR_SLACK
-from whale.cost.parts import EXPERTS
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster
 from whale.ir.device_types import device_type
 from whale.ir.model_graph import ModelGraph, SplitOption
+from whale.ir.plan import TRAVELLING
 from whale.ir.sharding import apportion
 from whale.planner.balance import Member, balance
 
@@ -196,7 +196,7 @@ class Shares:
         def share(layer: int, part: float) -> tuple[float, float]:
             # Few of all rows travel to a rank's experts.
             rules = {option.rule for option in self.graph.layers[layer].splits}
-            return (rows * part, 1.0) if rules & EXPERTS else (rows, part)
+            return (rows * part, 1.0) if rules & TRAVELLING else (rows, part)
 
         def member(rank: int) -> Member:
             def seconds(parts: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from whale.errors import AnnotationError
 from whale.ir.model_graph import ModelGraph, SplitOption, TaskGraph
-from whale.ir.plan import AROUND, Home, SplitLayer
+from whale.ir.plan import AROUND, TRAVELLING, Home, SplitLayer
 from whale.ir.sharding import cuts
 from whale.ir.virtual_device import VirtualDevice
 from whale.planner.rules import choose_levels, choose_rules
@@ -125,7 +125,7 @@ def _cut(
 ) -> SplitLayer:
     rows = tuple(cuts(shares.units(option, replica.ranks)) for replica in device.replicas)
     per_node, chunks = 0, 1
-    if bridged and option.rule == "experts":
+    if bridged and option.rule in TRAVELLING:
         per_node = choose_levels(option, device, shares, rejected)
         fewest = min(b - a for row in rows for a, b in zip(row, row[1:], strict=False))
         chunks = min(shares.config.communication.token_chunks, fewest)

@@ -188,16 +188,8 @@ class MoE(nn.Module):
             gated=self.gated,
         )
 
-    def ffn(
-        self,
-        rows: Tensor,
-        offsets: Tensor,
-        w_in: Tensor | None = None,
-        w_out: Tensor | None = None,
-    ) -> Tensor:
-        """The experts that are here, or those of these weights, on rows in expert order."""
-        w_in = self.w_in if w_in is None else w_in
-        w_out = self.w_out if w_out is None else w_out
+    def ffn(self, rows: Tensor, offsets: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+        """The experts of these weights, which are all or some, on rows in expert order."""
         return expert_ffn(
             rows,
             offsets,
@@ -241,7 +233,7 @@ class MoE(nn.Module):
     def _few_slots(self, tokens: Tensor, routed: Routed) -> Tensor:
         """Expert choice on one device: of the T * E slots only those that were chosen."""
         found = slots_of(routed)
-        rows = self.ffn(tokens.index_select(0, found.tokens), found.offsets)
+        rows = self.ffn(tokens.index_select(0, found.tokens), found.offsets, self.w_in, self.w_out)
         return weighted_sum(tokens, rows, found, routed.gates)
 
     @torch.no_grad()

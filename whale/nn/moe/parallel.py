@@ -8,9 +8,6 @@ share statistics) and by the `experts` rule where a `split` spreads the experts 
 | members of one replica: all see the same rows | each runs its experts; outputs are summed |
 | several replicas: each has rows of its own | all-to-all to the experts, all-to-all back |
 | columns of every expert on each member | rows are gathered if need be; outputs are summed |
-
-Numbers of experts may differ by member. A member's rows arrive sorted by source and expert; they
-are brought into the order of expert, then source, which is the order one device would have.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from torch import Tensor
 
 from whale.nn.column_shard import plain
 from whale.nn.moe import permute
-from whale.nn.moe.courier import Courier
+from whale.nn.moe.exchange import Exchange
 from whale.nn.moe.layer import MoE, slots_of, weighted_sum
 from whale.nn.moe.router import Alone, Meeting, Routed
 from whale.nn.shard import Shard
@@ -74,8 +71,7 @@ class ExpertForward:
         self.module, self.shard, self.by_columns = module, shard, by_columns
         self.meeting: Meeting = Alone()
         self.places: list[int] = []
-        self.courier = Courier(shard.group)
-        self.num_chunks = 1
+        self.exchange = Exchange(shard)
 
     def meet(self, meeting: Replicas, ranks: tuple[int, ...]) -> None:
         """From now on it is one of several replicas of its stage: those of `ranks`."""
@@ -119,91 +115,21 @@ class ExpertForward:
         num_rows = int(counts[self.shard.index].sum())
         if self.module.router_kind == "expert-choice":
             slots = slots_of(routed._replace(num_slots=num_rows))
-            returned = self._there_and_back(tokens.index_select(0, slots.tokens), counts)
+            returned = self._exchanged(tokens.index_select(0, slots.tokens), counts)
             return weighted_sum(tokens, returned, slots, routed.gates)
         (by_expert, _, _), inverse = permute.route(routed.ids, self.module.num_experts)
         rows = permute.gather_rows(tokens, by_expert, routed.ids.shape[1], inverse)
-        returned = self._there_and_back(rows[:num_rows], counts)
+        returned = self._exchanged(rows[:num_rows], counts)
         # Slots without room come last, and nothing comes back for them.
         padded = F.pad(returned, (0, 0, 0, len(rows) - len(returned)))
         return permute.combine(padded, by_expert, routed.gates, inverse)
 
-    def _there_and_back(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows in expert order through their experts, wherever those are."""
-        chunks = [_Chunk(part, counts, self.shard) for part in self._parts()]
-        if len(chunks) == 1:
-            chunk = chunks[0]
-            arrived = self.courier.send(rows, chunk.flows)
-            return self.courier.send(self._compute(arrived, chunk), chunk.flows.t())
-        begun = [
-            self.courier.start(
-                rows.index_select(0, chunk.rows.to(rows.device)), chunk.flows, wait=False
-            )
-            for chunk in chunks
-        ]
-        # One part computes while the next is on its way, and goes back while the next computes.
-        sizes = [chunk.high - chunk.low for chunk in chunks]
-        weights = zip(self.module.w_in.split(sizes), self.module.w_out.split(sizes), strict=True)
-        returning = [
-            self.courier.start(self._compute(arrived(), chunk, *own), chunk.flows.t(), wait=False)
-            for arrived, chunk, own in zip(begun, chunks, weights, strict=True)
-        ]
-        back = permute.inverse_of(torch.cat([chunk.rows for chunk in chunks]))
-        returned = torch.cat([arrived() for arrived in returning])
-        return returned.index_select(0, back.to(rows.device))
+    def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+        module, sizes = self.module, self.exchange.sizes()
+        # Cut once, so that the gradients of the parts are put together once.
+        weights = list(zip(module.w_in.split(sizes), module.w_out.split(sizes), strict=True))
 
-    def _compute(
-        self,
-        arrived: Tensor,
-        chunk: _Chunk,
-        w_in: Tensor | None = None,
-        w_out: Tensor | None = None,
-    ) -> Tensor:
-        """Rows by source through the chunk's experts, and by source again."""
-        order, back, offsets = _by_expert(chunk.received, arrived.device)
-        made = self.module.ffn(arrived.index_select(0, order), offsets, w_in, w_out)
-        return made.index_select(0, back)
+        def compute(chunk: int, arrived: Tensor, offsets: Tensor) -> Tensor:
+            return module.ffn(arrived, offsets, *weights[chunk])
 
-    def _parts(self) -> list[list[tuple[int, int]]]:
-        """For each chunk, every member's experts in it."""
-        ranges = list(zip(self.shard.cuts, self.shard.cuts[1:], strict=False))
-        count = max(1, min(self.num_chunks, *(high - low for low, high in ranges)))
-        return [
-            [
-                (low + (high - low) * i // count, low + (high - low) * (i + 1) // count)
-                for low, high in ranges
-            ]
-            for i in range(count)
-        ]
-
-
-class _Chunk:
-    """Some of every member's experts, and the rows for them.
-
-    Attributes:
-        low, high: This member's experts of the chunk, counted among its own.
-        flows: [members, members] rows from each to each.
-        received: [members, experts] rows that come here, by source.
-        rows: Which of this member's rows, in expert order, the chunk is about.
-    """
-
-    def __init__(self, part: list[tuple[int, int]], counts: Tensor, shard: Shard) -> None:
-        low, high = part[shard.index]
-        self.low, self.high = low - shard.low, high - shard.low
-        self.flows = torch.stack([counts[:, a:b].sum(1) for a, b in part], 1)
-        self.received = counts[:, low:high]
-        ends = counts[shard.index].cumsum(0)
-        starts = ends - counts[shard.index]
-        self.rows = torch.cat(
-            [torch.arange(int(starts[a]), int(ends[b - 1])) for a, b in part if b > a]
-        )
-
-
-def _by_expert(received: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """From (source, expert) to (expert, source): the order, its inverse, where experts end."""
-    num_members, num_experts = received.shape
-    experts = torch.arange(num_experts).repeat(num_members)
-    of_rows = torch.repeat_interleave(experts, received.reshape(-1))
-    order = torch.sort(of_rows, stable=True).indices
-    offsets = received.sum(0).cumsum(0).to(torch.int32)
-    return order.to(device), permute.inverse_of(order).to(device), offsets.to(device)
+        return self.exchange.there_and_back(rows, counts, compute)

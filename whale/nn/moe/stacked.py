@@ -17,13 +17,15 @@ forward of the module itself, on rows of one choice each.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whale.nn.column_shard import plain
 from whale.nn.moe import permute
-from whale.nn.moe.courier import Courier
+from whale.nn.moe.exchange import Exchange
 from whale.nn.moe.experts import moe_ffn
 from whale.nn.shard import Shard
 from whale.runtime import collectives
@@ -68,7 +70,7 @@ class StackedForward:
 
     def __init__(self, module: nn.Module, shard: Shard) -> None:
         self.module, self.shard = module, shard
-        self.courier = Courier(shard.group)
+        self.exchange = Exchange(shard)
         self.activation = plain_activation(module)
         self.own = module.forward
         module.num_experts = shard.num_units  # type: ignore[assignment]
@@ -101,14 +103,16 @@ class StackedForward:
         # [members, experts]: what each has for each expert. The sizes of an all-to-all are the
         # host's, so this is where it waits for the device.
         all_counts = collectives.gather(counts[None].long(), 0, [1] * size, shard.group).cpu()
-        own = torch.tensor(shard.cuts).diff().tolist()
-        flows = torch.stack([part.sum(1) for part in all_counts.split(own, 1)], 1)
-        # What arrives is by source, then by expert.
-        received = all_counts[:, shard.low : shard.high]
-        here = torch.arange(shard.num_units).repeat(size).repeat_interleave(received.reshape(-1))
+        firsts = [0, *itertools.accumulate(self.exchange.sizes())]
+
+        def compute(chunk: int, arrived: Tensor, offsets: Tensor) -> Tensor:
+            counts = torch.diff(offsets, prepend=offsets.new_zeros(1)).long()
+            here = firsts[chunk] + torch.arange(len(counts), device=counts.device)
+            return self._experts(arrived, here.repeat_interleave(counts))
+
         rows = permute.gather_rows(tokens, order, ids.shape[1], inverse)
-        made = self._experts(self.courier.send(rows, flows), here.to(tokens.device))
-        return permute.combine(self.courier.send(made, flows.t()), order, gates, inverse)
+        returned = self.exchange.there_and_back(rows, all_counts, compute)
+        return permute.combine(returned, order, gates, inverse)
 
     def _experts(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Each row through its one expert, of those that are here."""
