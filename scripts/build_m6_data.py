@@ -17,6 +17,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,11 @@ def members(archive: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str,
                 yield name, file.read()
 
 
+def is_picture_or_list(prefix: str, name: str) -> bool:
+    """Whether a file of an emoji package is one of the pictures below `prefix`, or their list."""
+    return name == "emoji.json" or name.startswith(prefix)
+
+
 def emoji_pictures(folder: Path) -> tuple[list[dict[str, Any]], Pixels]:
     """The base emoji in Unicode's order, and their pictures [emoji, style, 32, 32, 3]."""
     listed: list[dict[str, Any]] = []
@@ -88,7 +94,7 @@ def emoji_pictures(folder: Path) -> tuple[list[dict[str, Any]], Pixels]:
         files = dict(
             members(
                 archive_of(folder, PACKAGES[style]),
-                lambda name, prefix=prefix: name == "emoji.json" or name.startswith(prefix),  # type: ignore[misc]
+                partial(is_picture_or_list, prefix),
             )
         )
         # Components are the five patches of skin colour, not pictures of anything.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import whale as wh
-from tests.parity import zoo
-from tests.parity.layouts import LayerPaths, layout_named
+from tests.parity.layouts import LayerPaths
+from tests.parity.names import case_named, layout_named
 from tests.parity.parity import ADAMW, ROWS
 from tests.ranks import run_ranks
 from whale.engine.recorder import record_step
@@ -15,7 +15,7 @@ from whale.engine.recorder import record_step
 
 def _trace(case_name: str, layout_name: str) -> tuple[list[str], list[str]]:
     torch.set_num_threads(1)
-    case, layout = zoo.case(case_name), layout_named(layout_name)
+    case, layout = case_named(case_name), layout_named(layout_name)
     wh.init()
     batch = case.batch(0, ROWS)
     model = case.build()

@@ -6,6 +6,7 @@ check failed. How fast they are: `python -m benchmarks.moe_layer`.
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import traceback
@@ -15,6 +16,7 @@ import torch
 
 from whale.nn.moe import kernels_permute, kernels_sort, permute
 from whale.nn.moe.experts import expert_ffn, moe_ffn
+from whale.nn.moe.layer import MoE
 
 # tokens, experts per token, experts, share of slots without an expert, d, f
 _SHAPES = [
@@ -180,6 +182,23 @@ def check_nothing_waits_for_the_device(device: str) -> None:
                 permute.combine(y, order, gates).backward(grad)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
+
+def check_autocast(device: str) -> None:
+    """Weights of float32 under autocast: what they give in bfloat16, gradients in float32."""
+    for router, top_k in (("top-k", 2), ("expert-choice", 2)):
+        moe = MoE(128, 192, 8, top_k=top_k, router=router, balance="none").to(device)
+        half = copy.deepcopy(moe).bfloat16()
+        half.router.float()
+        half.router.weight.data.copy_(moe.router.weight.data)
+        x = torch.randn(500, 128, device=device).bfloat16().float()
+        with torch.autocast("cuda", torch.bfloat16):
+            y = moe(x)
+        want = half(x.bfloat16())
+        assert y.dtype == torch.bfloat16
+        assert _off(y, want) < 2e-2, _off(y, want)
+        y.float().square().sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in moe.parameters())
 
 
 CHECKS: dict[str, Callable[[str], None]] = {

@@ -113,7 +113,7 @@ class ToyOutput(NamedTuple):
     hidden: Tensor
 
 
-_MODELS: dict[str, Callable[..., nn.Module]] = {
+HF_EXPERT_MODELS: dict[str, Callable[..., nn.Module]] = {
     "hf_mixtral": mixtral,
     "hf_qwen_moe": qwen_moe,
     "hf_toy": Toy,
@@ -133,7 +133,7 @@ def _route(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _make(name: str, wide: bool) -> nn.Module:
-    model = _MODELS[name]()
+    model = HF_EXPERT_MODELS[name]()
     model.loss_function = zoo._causal_loss  # in float64
     forwards = {"RMSNorm": _norm, "Router": _route} if wide else {}
     for module in model.modules():

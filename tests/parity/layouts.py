@@ -5,7 +5,6 @@ How each annotates a model, on how many ranks, with what settings.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -281,12 +280,3 @@ HETEROGENEOUS: dict[str, Layout] = {
         Layout("aware-auto", 4, _plain, {**AUTO}, paces=(3e12, 1e12, 1e12, 1e12)),
     )
 }
-
-
-def layout_named(name: str) -> Layout:
-    """A layout of the matrix, or one the planner chooses."""
-    if name in LAYOUTS or name in HETEROGENEOUS:
-        return LAYOUTS.get(name) or HETEROGENEOUS[name]
-    if name.startswith("hf-"):
-        return importlib.import_module("tests.parity.hf_expert_zoo").HF_EXPERT_LAYOUTS[name]  # type: ignore[no-any-return]
-    return importlib.import_module("tests.parity.expert_zoo").EXPERT_LAYOUTS[name]  # type: ignore[no-any-return]

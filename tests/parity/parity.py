@@ -11,7 +11,8 @@ import torch
 
 import whale as wh
 from tests.parity import zoo
-from tests.parity.layouts import LayerPaths, layer_paths, layout_named
+from tests.parity.layouts import LayerPaths, layer_paths
+from tests.parity.names import case_named, layout_named
 from tests.parity.reference import Reference, greatest_entry, relative_error, train_reference
 from tests.ranks import RankFailure, run_ranks
 from whale.ir.virtual_device import micro_batch_cuts
@@ -35,7 +36,7 @@ def train(
     `paths` are the model's Layers, if the caller knows them: finding them takes a capture.
     """
     torch.set_num_threads(1)
-    case, layout = zoo.case(case_name, dropout=dropout), layout_named(layout_name)
+    case, layout = case_named(case_name, dropout=dropout), layout_named(layout_name)
     wh.init()
     batches = [in_dtype(case.batch(seed, ROWS), dtype) for seed in range(STEPS)]
     model = case.build().to(dtype)
@@ -154,14 +155,14 @@ def _paths(case_name: str) -> tuple[str, ...] | None:
     """The Layers of a case, found once; not where no layout asks for them."""
     if case_name not in zoo.CASE_NAMES:
         return None
-    case = zoo.case(case_name)
+    case = case_named(case_name)
     return tuple(layer_paths(case.build(), case.batch(0, ROWS), case.loss))
 
 
 @cache
 def _truth(case_name: str, micro: int, max_norm: float | None) -> Reference:
     """Layouts with as many micro-batches have one truth."""
-    case = zoo.case(case_name)
+    case = case_named(case_name)
     points = micro_batch_cuts(ROWS, micro)
     sizes = [b - a for a, b in zip(points, points[1:], strict=False)]
     batches = [case.batch(seed, ROWS) for seed in range(STEPS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.layouts import LAYOUTS
-from tests.parity.matrix import MATRIX, REFUSED, family, is_nested, pairwise
+from tests.parity.matrix import MATRIX, REFUSED, family, pairwise
 from tests.parity.parity import compare_in_group, compare_with_one_rank, grouped, train
 from tests.parity.zoo import CASE_NAMES
 from tests.ranks import RankFailure, run_ranks
@@ -55,11 +55,9 @@ def test_pairwise_part_covers_the_matrix() -> None:
     assert {c for c, _ in CHOSEN} == set(CASE_NAMES)
     assert {name for _, name in CHOSEN} == set(LAYOUTS) - {"one"}
     families = {family(name) for _, name in MATRIX}
-    covered = {(c, family(name)) for c, name in CHOSEN}
-    plain = {f for f in families if not is_nested(f)}
-    assert covered >= {(c, f) for c in CASE_NAMES for f in plain}
-    for case in CASE_NAMES:
-        assert sum(c == case and is_nested(f) for c, f in covered) >= 3
+    assert {(c, family(name)) for c, name in CHOSEN} == {
+        (c, f) for c in CASE_NAMES for f in families
+    }
     for case in CASE_NAMES:
         nested = [n for c, n in MATRIX if c == case and LAYOUTS[n].nested and (c, n) not in REFUSED]
         assert len(nested) >= 8

@@ -6,7 +6,6 @@ some plan, and a test compares them. A rank finds a case by its name: none has t
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,10 +62,6 @@ class Case:
 
 def case(name: str, *, dropout: float = 0.0) -> Case:
     """The case of this name; `dropout` goes to every dropout of the model that has any."""
-    if name.startswith("moe/"):
-        return importlib.import_module("tests.parity.expert_zoo").expert_case(name)  # type: ignore[no-any-return]
-    if name.startswith(("hf_mixtral", "hf_qwen_moe", "hf_toy")):
-        return importlib.import_module("tests.parity.hf_expert_zoo").hf_case(name)  # type: ignore[no-any-return]
     return _CASES[name](dropout) if name in _CASES else _BESIDE[name]()
 
 

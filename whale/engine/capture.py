@@ -29,6 +29,7 @@ from whale.ir.model_graph import (
     ModelGraph,
 )
 from whale.nn.forwards import replace_forward
+from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
 from whale.runtime.compat import fake_mode, real_tensors
 
@@ -120,6 +121,7 @@ def _run(
         )
         run.work = counter.layers
         _watch_dropouts(fake, run, counter)
+        _watch_queues(fake, run)
         tracer.training = fake.training
         for path, layer in find_layers(fake).items():
             if path in split_layers:
@@ -197,6 +199,17 @@ def _watch_dropouts(fake: nn.Module, run: Run, counter: WorkCounter) -> None:
 
 def _drops(module: nn.Dropout) -> bool:
     return module.training and module.p > 0.0
+
+
+def _watch_queues(fake: nn.Module, run: Run) -> None:
+    """Keeps the shapes of what mixtures of experts read that drop by order."""
+    for path, module in fake.named_modules():
+        if isinstance(module, MoE) and module.drops_by_order:
+
+            def look(_: Any, args: Any, kwargs: Any, path: str = path) -> None:
+                run.queues.setdefault(path, tuple(tensors_in((args, kwargs))[0].shape))
+
+            module.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def _watch_inputs(path: str, layer: nn.Module, run: Run) -> None:

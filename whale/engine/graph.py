@@ -42,6 +42,8 @@ class Run:
     options: dict[str, tuple[SplitOption, ...]]
     shapes: dict[str, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]
     dropouts: dict[str, tuple[int, ...]]
+    queues: dict[str, tuple[int, ...]]
+    """What each mixture of experts that drops by order reads."""
     calls: list[RandomCall]
     program: Program | None
     result: dict[str, Any]
@@ -49,7 +51,7 @@ class Run:
     @classmethod
     def empty(cls) -> Run:
         """A run that saw nothing yet."""
-        return cls([], {}, {}, {}, {}, {}, [], None, {})
+        return cls([], {}, {}, {}, {}, {}, {}, [], None, {})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -84,6 +86,7 @@ def graph_of(
                 taskgraph=next(i for i, (_, paths) in enumerate(groups) if path in paths),
                 params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
                 meets=tuple(meets.values()),
+                interleaved=_interleaved(list(meets), first, second),
                 signature=signature(layers[path], found, shapes),
                 **found,
                 splits=tuple(
@@ -132,6 +135,20 @@ def meeting_of(module: nn.Module) -> str | None:
         kind = "choice" if module.router_kind == "expert-choice" else "route"
         return f"{kind}+loss" if module.has_loss else kind
     return None
+
+
+def _interleaved(meets: list[str], first: Run, second: Run) -> tuple[tuple[str, int | None], ...]:
+    """Those that drop by order and whose batch is not in dim 0, with the dim it is in.
+
+    One that did not run on fake tensors is not known, and a batch that was flattened behind another
+    dim looks as if it were the first.
+    """
+    found = {
+        path: changed(first.queues[path], second.queues[path])
+        for path in meets
+        if path in first.queues and path in second.queues
+    }
+    return tuple((path, dim) for path, dim in found.items() if dim != 0)
 
 
 def _in_order(options: tuple[SplitOption, ...], run: Run) -> list[SplitOption]:

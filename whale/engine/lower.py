@@ -22,6 +22,7 @@ from whale.engine.rules import install
 from whale.engine.stages import CutStage, WholeStage, cut
 from whale.engine.weights import local_copy
 from whale.errors import PlanError
+from whale.ir.check import check_order
 from whale.ir.homes import rank_buckets, sum_groups
 from whale.ir.levels import level_groups
 from whale.ir.model_graph import assign_stages
@@ -80,6 +81,7 @@ def lower(
             f"the plan is for model {plan.model_hash}, this model is {captured.graph.hash}",
             hint="make a plan for this model: wh.plan(model, ...)",
         )
+    check_order(plan, captured.graph)
     context = StepContext(seed=seed)
     communication = communication or CommunicationConfig()
     groups = Groups(plan, rank, timeout, symmetric=communication.symmetric_memory)

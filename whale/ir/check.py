@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from whale.errors import PlanError
 from whale.ir.homes import sync_groups
+from whale.ir.model_graph import ModelGraph
 from whale.ir.plan import Plan, SplitLayer, TaskGraphPlan
 
 
@@ -21,6 +22,29 @@ def check_plan(plan: Plan) -> Plan:
     _check_homes(plan)
     _check_groups(plan)
     return plan
+
+
+def check_order(plan: Plan, graph: ModelGraph) -> None:
+    """Refuses replicas whose tokens would be out of order where their order decides.
+
+    A capacity drops later tokens first. Replicas queue one after the other, as rows do on one
+    device if the batch is dim 0; behind another dim one device has their tokens interleaved.
+    """
+    layers = {layer.path: layer for layer in graph.layers}
+    for stage in plan.stages:
+        num_replicas = sum(weight > 0 for weight in stage.virtual_device.weights)
+        if num_replicas == 1:
+            continue
+        for layer in stage.layers:
+            for path, dim in layers[layer.path].interleaved:
+                batch = "it sees no batch" if dim is None else f"its batch is in dim {dim}, not 0"
+                raise PlanError(
+                    f"{path} has a capacity_factor, which drops tokens by their order, and "
+                    f"{batch}: the {num_replicas} replicas of stage {stage.index} would drop "
+                    "others than one device does",
+                    hint="move the batch to dim 0 before it (x.transpose(0, 1)), or set "
+                    "capacity_factor=None, or give its stage one replica",
+                )
 
 
 def _require(condition: bool, message: str, hint: str) -> None:

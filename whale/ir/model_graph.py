@@ -119,7 +119,9 @@ class Layer:
     meets: tuple[str, ...] = ()
     """Where its replicas meet, in the order they do: `norm` (batch norm), `route` and `choice` (the
     routers of experts, with `+loss` if they have one)."""
-    """Batch norms in it: each sums its statistics over the replicas."""
+    interleaved: tuple[tuple[str, int | None], ...] = ()
+    """Modules in it that go by the order of tokens, and whose batch dim is not 0 (None: there is
+    no batch): the tokens of several replicas are then not in the order one device has."""
     work: tuple[Work, ...] = ()
     glue: tuple[Work, ...] = ()
     """Of the glue after it (the loss, after the last)."""
@@ -287,6 +289,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "flops": layer.flops,
         "flops_per_row": layer.flops_per_row,
         "meets": list(layer.meets),
+        "interleaved": [list(found) for found in layer.interleaved],
         "work": [_work_dict(w) for w in layer.work],
         "glue": [_work_dict(w) for w in layer.glue],
         "kept": [layer.kept.fixed, layer.kept.per_row],
@@ -325,6 +328,7 @@ def _layer_from(data: dict[str, Any]) -> Layer:
         flops=data["flops"],
         flops_per_row=data["flops_per_row"],
         meets=tuple(data["meets"]),
+        interleaved=tuple((path, dim) for path, dim in data["interleaved"]),
         work=tuple(_work_from(w) for w in data["work"]),
         glue=tuple(_work_from(w) for w in data["glue"]),
         kept=_linear(data["kept"]),

@@ -12,7 +12,7 @@ from whale.config import Config
 from whale.cost.compute import CostModel, Training
 from whale.cost.price import price
 from whale.errors import CaptureError, PlanError
-from whale.ir.check import check_plan
+from whale.ir.check import check_order, check_plan
 from whale.ir.cluster import Cluster
 from whale.ir.deadlock import check_schedule
 from whale.ir.homes import FIRST_BUCKET_BYTES, ITEM_BYTES, sum_groups, sync_groups, syncs
@@ -181,6 +181,7 @@ def _build(
         strategy=_describe(graph, placement),
         rejected=(*shares.shortages, *dict.fromkeys(rejected)),
     )
+    check_order(plan, graph)
     plan = replace(plan, groups=_groups_of(plan))
     plan = replace(plan, prices=price(plan, graph, costs, shares.binds))
     return predicted(plan)

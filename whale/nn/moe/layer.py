@@ -147,6 +147,15 @@ class MoE(nn.Module):
         chooses = self.router_kind == "expert-choice"
         return chooses or self.capacity_factor is not None or self.has_loss
 
+    @property
+    def drops_by_order(self) -> bool:
+        """Whether the order of tokens decides which are dropped.
+
+        Not with expert choice: there it decides between equal scores only, and one of two tokens
+        that an expert likes as much is as good a choice as the other.
+        """
+        return self.capacity_factor is not None and self.router_kind != "expert-choice"
+
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The output for tokens [..., dim]; with a loss, `(output, loss)`.
 
@@ -170,7 +179,7 @@ class MoE(nn.Module):
         loss = None
         if self.has_loss:
             loss = self._loss(logits, scores, valid, routed, meeting)
-        out = compute(tokens, routed).view_as(x)
+        out = compute(_autocast(tokens), routed).view_as(x)
         self._count(routed)
         return out if loss is None else (out, loss)
 
@@ -182,8 +191,8 @@ class MoE(nn.Module):
             tokens,
             routed.ids,
             routed.gates,
-            self.w_in,
-            self.w_out.transpose(1, 2),
+            _autocast(self.w_in),
+            _autocast(self.w_out).transpose(1, 2),
             activation=self.activation,
             gated=self.gated,
         )
@@ -193,8 +202,8 @@ class MoE(nn.Module):
         return expert_ffn(
             rows,
             offsets,
-            w_in,
-            w_out.transpose(1, 2),
+            _autocast(w_in),
+            _autocast(w_out).transpose(1, 2),
             activation=self.activation,
             gated=self.gated,
         )
@@ -271,6 +280,14 @@ class MoE(nn.Module):
             groups = self.top_k if self.router_kind == "prototype" else 1
             loss = loss + self.loss_weight * self.num_experts / groups * even
         return loss
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """Under `torch.autocast`, in its dtype, as torch's own layers have it; float64 stays."""
+    kind = tensor.device.type
+    if kind == "meta" or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class Slots:

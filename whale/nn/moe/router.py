@@ -106,9 +106,9 @@ def probabilities(logits: torch.Tensor, top_k: int, *, prototypes: bool) -> torc
     return logits.unflatten(1, (top_k, -1)).softmax(-1).flatten(1)
 
 
-def capacity_of(num_tokens: int, factor: float, num_slots: float, num_experts: int) -> int:
-    """Rows an expert has room for: `factor` times its even part of the slots."""
-    return max(1, math.ceil(factor * num_tokens * num_slots / num_experts))
+def capacity_of(num_tokens: int, factor: float, num_experts: int) -> int:
+    """Rows an expert has room for: `factor` times its even part of the tokens."""
+    return max(1, math.ceil(factor * num_tokens / num_experts))
 
 
 def with_room(
@@ -180,7 +180,7 @@ def chosen_by_experts(
     # A shape that depends on the others' rows cannot be known without them; alone it can.
     sizes = [num_tokens] if isinstance(meeting, Alone) else meeting.gather(here).view(-1).tolist()
     everyone = meeting.rows(wanted, sizes)
-    room = min(len(everyone), capacity_of(len(everyone), factor, 1.0, num_experts))
+    room = min(len(everyone), capacity_of(len(everyone), factor, num_experts))
     best = torch.sort(everyone, dim=0, descending=True, stable=True).indices[:room]
     taken = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, best, True) & (everyone >= 0)
     first = sum(sizes[: meeting.index])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import product
 
@@ -194,6 +195,25 @@ def test_the_router_is_wide_in_half_precision(monkeypatch: pytest.MonkeyPatch) -
     wide(x.float())
     assert moe.tokens_seen.tolist() == wide.tokens_seen.tolist()
     assert moe.bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("router", ["top-k", "expert-choice"])
+def test_autocast(monkeypatch: pytest.MonkeyPatch, router: str) -> None:
+    """Under autocast a float32 layer gives what a bfloat16 one does, and keeps its gradients."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    moe = MoE(8, 16, 4, router=router, balance="none")
+    half = copy.deepcopy(moe).bfloat16()
+    half.router.float()
+    half.router.weight.data.copy_(moe.router.weight.data)
+    x = torch.randn(64, 8).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = moe(x.float())
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, half(x))
+    y.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in moe.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert moe.double()(x.double()).dtype == torch.float64
 
 
 def test_the_bias_balances() -> None:
