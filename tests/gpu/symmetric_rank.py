@@ -39,12 +39,25 @@ def check(comm: Communicator, rank: int) -> None:
         work.wait()
         expected = sum(_value(r, 3_000_000, turn, torch.float32) for r in range(comm.size))
         assert torch.equal(flat, expected), turn
-    sizes = [3 + r for r in range(comm.size)]
-    mine = _value(rank, sizes[rank] * 40, 1, torch.float32).view(sizes[rank], 40)
-    expected = torch.cat(
-        [_value(r, sizes[r] * 40, 1, torch.float32).view(-1, 40) for r in range(comm.size)]
-    )
-    assert torch.equal(comm.all_gather(mine, 0, sizes), expected)
+    pieces(comm, rank)
+
+
+def pieces(comm: Communicator, rank: int) -> None:
+    """Gathers and sums of unequal pieces, some empty, some larger than the buffer."""
+    many = [3 + r for r in range(comm.size)]
+    for sizes in (many, [0, *many[1:]], [3] * comm.size):
+        for width in (1, 40, 100_000, 2_900_000):
+            for dtype in (torch.float32, torch.bfloat16, torch.float64):
+                if width * dtype.itemsize > 16 << 20:
+                    continue
+                own = [_value(r, n * width, 1, dtype).view(n, width) for r, n in enumerate(sizes)]
+                gathered = comm.all_gather(own[rank], 0, sizes)
+                assert torch.equal(gathered, torch.cat(own)), (sizes, width, dtype)
+                numel = sum(sizes) * width
+                whole = [_value(r, numel, 2, dtype).view(-1, width) for r in range(comm.size)]
+                expected = sum(whole).split(sizes)[rank]
+                summed = comm.reduce_scatter(whole[rank], 0, sizes)
+                assert torch.equal(summed, expected), (sizes, width, dtype)
 
 
 def latency(comm: Communicator) -> float:

@@ -194,6 +194,9 @@ def _all_gather(numel: int, comm: Communicator, device: torch.device) -> Work:
 
 def _reduce_scatter(numel: int, comm: Communicator, device: torch.device) -> Work:
     x = torch.randn(numel, device=device)
+    if comm.shared is not None:
+        sizes = [numel // comm.size] * comm.size
+        return lambda: _call(partial(comm.reduce_scatter, dim=0, sizes=sizes), x)
     return partial(_call, _reduce_single, x.new_empty(numel // comm.size), x)
 
 

@@ -5,9 +5,9 @@ Place in the flow: below runtime, nn and engine. When torch moves, this is the f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -54,10 +54,22 @@ def operation_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return float(more(*args, **kwargs)) if more is not None else 0.0
 
 
-def symmetric_buffer(nbytes: int, group: dist.ProcessGroup) -> torch.Tensor:
+class SymmetricBuffer(Protocol):
+    """What a rendezvous gives: the same buffer on every member."""
+
+    def get_buffer(
+        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
+    ) -> torch.Tensor:
+        """A member's, as this rank sees it; the offset is in elements."""
+
+    def barrier(self, channel: int = 0) -> None:
+        """What the stream does next comes after what all members' streams did before."""
+
+
+def symmetric_buffer(nbytes: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, SymmetricBuffer]:
     """Bytes on this GPU that the group's other members can read; every member calls it alike."""
     device = torch.device("cuda", torch.cuda.current_device())
     # Allocated as floats: its kernels look at the storage, not at the dtype of a view.
     buffer = _symmetric_memory.empty(nbytes // 4, dtype=torch.float32, device=device)
-    _symmetric_memory.rendezvous(buffer, group)
-    return buffer.view(torch.uint8)
+    handle = _symmetric_memory.rendezvous(buffer, group)
+    return buffer.view(torch.uint8), cast(SymmetricBuffer, handle)

@@ -10,21 +10,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from whale.ir.plan import Plan
-from whale.runtime.symmetric import MOST_MEMBERS, StreamWork, SymmetricSums, within_node
+from whale.runtime.symmetric import MOST_MEMBERS, StreamWork, SymmetricMemory, within_node
 
 _open: dict[str, Communicator] = {}
 _serial = itertools.count()
 
 Record = Callable[[str, tuple[int, ...]], None]
 Work = dist.Work | StreamWork
-
-_SMALL_GATHER = 64 << 10
-"""Bytes up to which a gather through symmetric memory is a sum of zeros and one's own piece."""
 
 
 class Communicator:
@@ -48,10 +46,10 @@ class Communicator:
         self.group = group
         self.native = group is not None and dist.get_backend(group) == "nccl"
         self.record: Record | None = None
-        self.shared: SymmetricSums | None = None
+        self.shared: SymmetricMemory | None = None
         if symmetric and self.native and 1 < self.size <= MOST_MEMBERS and within_node(ranks):
             assert group is not None
-            self.shared = SymmetricSums(group)
+            self.shared = SymmetricMemory(group)
         self._side = torch.cuda.Stream() if self.shared is not None else None
 
     @property
@@ -80,19 +78,24 @@ class Communicator:
         """SUM in place."""
         if self.size == 1:
             return None
-        if self.shared is None or not self.shared.takes(tensor):
+        if self.shared is None or not self.shared.sums(tensor):
             return dist.all_reduce(tensor, group=self.group, async_op=async_op)
-        # One stream, so that the buffer serves one sum at a time, in the order all members share.
-        assert self._side is not None
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            self.shared.sum_(tensor)
-            work = StreamWork(self._side.record_event())
-        tensor.record_stream(self._side)
+        work = self._aside(partial(self.shared.sum_, tensor), tensor)
         if async_op:
             return work
         work.wait()
         return None
+
+    def _aside(self, collective: Callable[[], None], *tensors: torch.Tensor) -> StreamWork:
+        """A collective through symmetric memory, on the one stream that all of them share."""
+        assert self._side is not None
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            collective()
+            work = StreamWork(self._side.record_event())
+        for tensor in tensors:
+            tensor.record_stream(self._side)
+        return work
 
     def all_max_(self, tensor: torch.Tensor) -> None:
         """The greatest of every element, in place."""
@@ -106,10 +109,8 @@ class Communicator:
             return tensor.clone()
         local = tensor.movedim(dim, 0).contiguous()
         out = local.new_empty((sum(sizes), *local.shape[1:]))
-        if self.shared is not None and self.shared.takes(out) and out.nbytes <= _SMALL_GATHER:
-            out.zero_()
-            out.narrow(0, sum(sizes[: self.index]), sizes[self.index]).copy_(local)
-            self.all_reduce_(out)
+        if self.shared is not None and out.is_cuda:
+            self._aside(partial(self.shared.gather, out, local, sizes), out, local).wait()
         elif self.native and len(set(sizes)) == 1:
             dist.all_gather_into_tensor(out, local, group=self.group)
         else:
@@ -132,7 +133,10 @@ class Communicator:
             return tensor.clone()
         local = tensor.movedim(dim, 0).contiguous()
         mine = sizes[self.index]
-        if self.native and len(set(sizes)) == 1:
+        if self.shared is not None and local.is_cuda:
+            out = local.new_empty((mine, *local.shape[1:]))
+            self._aside(partial(self.shared.sum_pieces, out, local, sizes), out, local).wait()
+        elif self.native and len(set(sizes)) == 1:
             out = local.new_empty((mine, *local.shape[1:]))
             dist.reduce_scatter_tensor(out, local, group=self.group)
         else:

@@ -1,16 +1,20 @@
-"""SymmetricSums: SUMs between GPUs of one node through memory they all can read.
+"""SymmetricMemory: collectives between GPUs of one node through memory they all can read.
 
 Place in the flow: under a Communicator when `communication.symmetric_memory` is on. A collective of
 a few kilobytes costs NCCL its launch and its protocol; here each member writes its part where the
-others see it and adds theirs itself, in one kernel. Batch norm over replicas, with two collectives
-per norm, lives on it. Only NVLink (or one card shared by several ranks) makes it possible, and
-float32 and bfloat16 alone are summed so, by at most 8 ranks: everything else stays with NCCL.
+others see it and reads theirs itself. Batch norm over replicas, with two collectives per norm,
+lives on it. Only NVLink (or one card shared by several ranks) makes it possible, for at most 8
+ranks; float32 and bfloat16 alone are summed everywhere (all-reduce), any dtype is gathered or
+summed in pieces; all-to-all stays with NCCL, since members do not know each other's sizes.
+
+[Note: order] One buffer serves all collectives of a group. They run on one stream, in the order all
+members share, and each ends with all having read what they need: the next may write.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,12 +37,12 @@ def within_node(ranks: Iterable[int]) -> bool:
     return len({rank // per_node for rank in ranks}) == 1
 
 
-class SymmetricSums:
-    """The shared buffer of one group, and sums through it."""
+class SymmetricMemory:
+    """The shared buffer of one group, and what goes through it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         try:
-            self.buffer = symmetric_buffer(_CAPACITY, group)
+            self.buffer, self._handle = symmetric_buffer(_CAPACITY, group)
         except RuntimeError as error:
             raise WhaleError(
                 "communication.symmetric_memory: the GPUs of this node cannot map each other's "
@@ -46,17 +50,11 @@ class SymmetricSums:
                 hint="switch it off; ranks that share one card need "
                 "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1",
             ) from error
-        self.group = group.group_name
+        self.group, self.index, self.size = group.group_name, group.rank(), group.size()
 
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a sum of this tensor can go through the buffer."""
+    def sums(self, tensor: torch.Tensor) -> bool:
+        """Whether an all-reduce of this tensor can go through the buffer."""
         return tensor.is_cuda and tensor.dtype in _DTYPES and tensor.numel() > 0
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor: the SUM over the group."""
-        out = tensor.contiguous().clone()
-        self.sum_(out)
-        return out
 
     def sum_(self, tensor: torch.Tensor) -> None:
         """SUM in place, on the current stream; the buffer is free again when it returns there."""
@@ -69,6 +67,46 @@ class SymmetricSums:
             else:
                 torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self.group)
             part.copy_(shared[: part.numel()])
+
+    def gather(self, out: torch.Tensor, local: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Rows of every member, `sizes` by member, into `out`, in group order."""
+        row = local[:1].numel() if len(local) else out[:1].numel()
+        flat, pieces = local.reshape(-1), out.view(-1).split([size * row for size in sizes])
+        room = _CAPACITY // local.element_size()
+        for first in range(0, max(sizes) * row, room):
+            mine = flat[first : first + room]
+            self._own(mine).copy_(mine)
+            self._handle.barrier()
+            for peer, piece in enumerate(pieces):
+                if len(part := piece[first : first + room]):
+                    part.copy_(mine if peer == self.index else self._of(peer, part))
+            self._handle.barrier()
+
+    def sum_pieces(self, out: torch.Tensor, local: torch.Tensor, sizes: Sequence[int]) -> None:
+        """The SUM over the group of this member's rows of `local`, `sizes` by member."""
+        row = local[:1].numel()
+        pieces = local.reshape(-1).split([size * row for size in sizes])
+        flat = out.view(-1)
+        # In the buffer each member's part has a slot of its own.
+        room = _CAPACITY // local.element_size() // self.size
+        for first in range(0, max(sizes) * row, room):
+            for peer, piece in enumerate(pieces):
+                part = piece[first : first + room]
+                self._own(part, peer * room).copy_(part)
+            self._handle.barrier()
+            mine = flat[first : first + room]
+            # Added in group order by everyone, so that what is gathered of it is the same anywhere.
+            total = torch.zeros_like(mine, dtype=torch.promote_types(mine.dtype, torch.float32))
+            for peer in range(self.size if len(mine) else 0):
+                total += self._of(peer, mine, self.index * room)
+            mine.copy_(total)
+            self._handle.barrier()
+
+    def _own(self, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        return self.buffer.view(like.dtype)[offset : offset + like.numel()]
+
+    def _of(self, peer: int, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        return self._handle.get_buffer(peer, (like.numel(),), like.dtype, offset)
 
 
 class StreamWork:
