@@ -37,7 +37,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "models": frozenset({"errors", "annotations", "nn"}),
     "datasets": frozenset({"errors"}),
 }
-MAY_IMPORT_ANYTHING = frozenset({"parallel", "verification", "training", "cli"})
+MAY_IMPORT_ANYTHING = frozenset({"parallel", "verification", "training", "cli", "__main__"})
 TORCH_FREE = frozenset(
     {"errors", "config_groups", "config", "ir", "cost", "sim", "planner", "viz", "datasets"}
 )

@@ -28,6 +28,7 @@ from whale.errors import WhaleError
 from whale.ir.measured import Measured, MeasuredDevice
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
+from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
 from whale.runtime.executor import Totals
 from whale.runtime.heartbeat import is_communication_error
@@ -279,6 +280,22 @@ class Step:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The whole model's gradients of the last step (divided, clipped) on every rank's CPU."""
         return self._gatherer.gradients()
+
+    def expert_counters(self, *, reset: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+        """What `wh.nn.MoE.counters` says of each mixture of experts that this rank runs, by path.
+
+        Loads are those of the global batch where a stage has several replicas.
+
+        Args:
+            reset: Count anew from here.
+        """
+        found = {}
+        for path, module in self._lowered.model.named_modules():
+            if isinstance(module, MoE):
+                found[path] = {name: value.clone() for name, value in module.counters().items()}
+                if reset:
+                    module.reset_counters()
+        return found
 
     # ---- predicted against measured -------------------------------------------------------------
 

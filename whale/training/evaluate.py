@@ -22,9 +22,11 @@ from whale.datasets.nearest import nearest
 from whale.datasets.retrieval import recalls, same_label
 from whale.datasets.samples import Picture
 from whale.models.m6 import generate
+from whale.models.m6.image_codes import ImageCodes
 from whale.models.m6.model import M6
 from whale.models.m6.objectives import Example, known_language
 from whale.models.m6.objectives import caption as captioned
+from whale.models.m6.pictures import Pixels
 from whale.models.m6.score import log_likelihood, score
 from whale.models.m6.tokenizer import Tokenizer
 from whale.training.material import Material, Samples, spread
@@ -74,9 +76,10 @@ class Scores:
     """`text for a picture` and `picture for a text`, at 1 and 5."""
     num_ranked: int = 0
     other_style_match: float | None = None
-    """Pictures it learned in one style, named in the other, without flags."""
+    """Pictures of the other style, named exactly: all but flags, held-out emoji included."""
     other_style_nearest: float | None = None
-    """The same by the nearest picture it learned from, pixel by pixel."""
+    """The same by the nearest picture of the learned style, pixel by pixel, held-out ones
+    included."""
     drawn_match: float | None = None
     """Names drawn whose nearest five real pictures have one of that name."""
 
@@ -112,6 +115,37 @@ class Scores:
         return lines
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawings:
+    """Pictures drawn for names that were learned.
+
+    Attributes:
+        names: what was asked for.
+        drawn: uint8 [count, height, width, 3].
+        real: the pictures of those names.
+        right: whether one of the name is among the five real pictures nearest to the drawn one.
+    """
+
+    names: list[str]
+    drawn: Pixels
+    real: Pixels
+    right: list[bool]
+
+    def sheet(self, columns: int = 20) -> Pixels:
+        """Some of them as one picture: a row drawn, the real ones below it."""
+        height, width = self.drawn.shape[1:3]
+        chosen = spread(len(self.names), 4 * columns)
+        count = -(-len(chosen) // columns)
+        sheet = np.full((2 * count * height, columns * width, 3), 255, dtype=np.uint8)
+        for i, number in enumerate(chosen):
+            row, column = divmod(i, columns)
+            for line, pictures in enumerate((self.drawn, self.real)):
+                top = (2 * row + line) * height
+                left = column * width
+                sheet[top : top + height, left : left + width] = pictures[number]
+        return sheet
+
+
 class Evaluator:
     """Asks a model about the held-out part of a run's data."""
 
@@ -131,8 +165,8 @@ class Evaluator:
         }
         return Scores(loss=_together(list(kinds.values())), losses=kinds)
 
-    def everything(self, model: M6) -> Scores:
-        """All figures."""
+    def everything(self, model: M6) -> tuple[Scores, Drawings | None]:
+        """All figures, and what was drawn for them."""
         found: dict[str, Any] = {}
         pictures = self.pictures()
         if pictures:
@@ -140,10 +174,12 @@ class Evaluator:
             found |= self._ranked(model, pictures)
             found["questions"] = self._asked(model)
             found |= self._other_style(model)
+        drawings = None
         if self.run.watch.num_drawn and self.material.codes is not None and self.run.data.styles:
-            found["drawn_match"] = self._drawn(model)
+            drawings = self._drawn(model, self.material.codes)
+            found["drawn_match"] = float(np.mean(drawings.right))
         losses = self.losses(model)
-        return Scores(loss=losses.loss, losses=losses.losses, **found)
+        return Scores(loss=losses.loss, losses=losses.losses, **found), drawings
 
     def pictures(self) -> list[Picture]:
         """Held-out pictures that have captions."""
@@ -279,7 +315,7 @@ class Evaluator:
             return {}
         lang = self.run.data.languages[0]
         emoji = load_emoji()
-        asked = emoji.select(style=others[0], split="train", flags=False)
+        asked = emoji.select(style=others[0], flags=False)
         gallery = emoji.select(style=known[0])
         numbers = spread(len(asked), 10 * self.limit)
         labels = [asked.emoji[i].labels[lang] for i in numbers]
@@ -291,18 +327,19 @@ class Evaluator:
             "other_style_nearest": float(right.mean()),
         }
 
-    def _drawn(self, model: M6) -> float:
-        """Whether what is drawn for a learned name is near a real picture of that name."""
-        assert self.material.codes is not None
+    def _drawn(self, model: M6, codes: ImageCodes) -> Drawings:
+        """What is drawn for learned names, and whether it is near a real picture of that name."""
         lang = self.run.data.languages[0]
         gallery = load_emoji().select(style=self.run.data.styles[0])
         learned = load_emoji().select(style=self.run.data.styles[0], split="train")
         numbers = spread(len(learned), self.run.watch.num_drawn)
         names = [learned.emoji[i].labels[lang] for i in numbers]
-        drawn = generate.draw(model, self.tokenizer, self.material.codes, names)
+        drawn = generate.draw(model, self.tokenizer, codes, names)
         near = gallery.numbers[nearest(drawn, gallery.images, 5)]
-        hits = (near == learned.numbers[numbers][:, None]).any(axis=1)
-        return float(np.mean(hits))
+        right = (near == learned.numbers[numbers][:, None]).any(axis=1)
+        return Drawings(
+            names=names, drawn=drawn, real=learned.images[numbers], right=right.tolist()
+        )
 
 
 def _languages(picture: Picture) -> list[str]:

@@ -9,6 +9,7 @@ Place in the flow: made by `whale train` before ranks start, filled by rank 0, r
     metrics.jsonl            a line for each step and each evaluation
     profile.json             what was measured of the machine first, if the run says so
     report.html              the plan, predicted against measured
+    drawings.png             what it draws for names it learned, over the real pictures
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ class RunFolder:
     def report(self) -> Path:
         """The page."""
         return self.path / "report.html"
+
+    @property
+    def drawings(self) -> Path:
+        """The sheet."""
+        return self.path / "drawings.png"
 
     def extra(self) -> dict[str, Any]:
         """What the training loop saved with the checkpoint."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from math import cos, pi
 from typing import Any
@@ -27,10 +28,9 @@ from whale.models.m6.annotate import expert_parallel
 from whale.models.m6.config import M6Config
 from whale.models.m6.model import M6
 from whale.models.m6.objectives import example_batch
-from whale.nn.moe.layer import MoE
 from whale.parallel import init, parallelize
 from whale.runtime.data import shard
-from whale.training.evaluate import Evaluator, Scores
+from whale.training.evaluate import Evaluator
 from whale.training.folder import RunFolder, read_parts, write_model
 from whale.training.material import (
     Material,
@@ -40,6 +40,7 @@ from whale.training.material import (
     read_split,
     spread,
 )
+from whale.training.png import write_png
 from whale.training.progress import Progress, Reading, clock
 from whale.training.record import Recorder
 from whale.training.run import Optimizer, Run
@@ -207,7 +208,8 @@ class _Session:
         if num_ranks != self._num_measured():
             self.progress.say("measuring this machine ...")
             rows = max(1, self.run.batch_rows // (num_ranks * parallel.num_micro_batch))
-            measured = calibrate(model, batch, None, (rows,))
+            with autocast(self.run):
+                measured = calibrate(model, batch, None, (rows,))
             if self.lead:
                 measured.write(self.folder.profile)
             self._meet()
@@ -226,7 +228,8 @@ class _Session:
             lr = rate(run.optimizer, self.done, phase, run.steps)
             for group in self.step.optimizer.param_groups:
                 group["lr"] = lr
-            metrics = self.step(batch)
+            with autocast(run):
+                metrics = self.step(batch)
             self.done += 1
             self._pending.append((self.done, {"lr": torch.tensor(lr), **metrics}))
             last = self.done == run.steps
@@ -291,7 +294,8 @@ class _Session:
         model = self._whole()
         if model is not None and self.recorder is not None:
             if evaluate:
-                loss = self.evaluator.losses(model).loss
+                with autocast(self.run):
+                    loss = self.evaluator.losses(model).loss
                 self.recorder.add("held_out", self.done, asdict(loss))
                 self.progress.say(
                     f"step {self.done}: held-out loss {loss.model:.3f} nats per character "
@@ -303,7 +307,8 @@ class _Session:
 
     def _caption(self, model: M6, number: int) -> None:
         assert self.recorder is not None
-        picture, lang, right, said = self.evaluator.sample(model, number)
+        with autocast(self.run):
+            picture, lang, right, said = self.evaluator.sample(model, number)
         values = {"picture": picture.key, "language": lang, "right": right, "said": said}
         self.recorder.add("sample", self.done, values)
         where = "  " if self.done == self.run.steps else f"step {self.done}: picture "
@@ -320,9 +325,14 @@ class _Session:
         if model is not None and self.recorder is not None:
             page = html(report)
             self.folder.report.write_text(page, encoding="utf-8")
-            scores: Scores = self.evaluator.everything(model)
+            with autocast(self.run):
+                scores, drawings = self.evaluator.everything(model)
             self.recorder.add("held_out", self.done, asdict(scores.loss))
             self.recorder.add("scores", self.done, asdict(scores))
+            if drawings is not None:
+                values = {"names": drawings.names, "right": drawings.right}
+                self.recorder.add("drawings", self.done, values)
+                write_png(str(self.folder.drawings), drawings.sheet(), scale=2)
             self.progress.say("\nheld-out data:")
             for text in scores.lines():
                 self.progress.say(f"  {text}")
@@ -340,6 +350,8 @@ class _Session:
         self.progress.say(f"\ntrained in {clock(time.monotonic() - began)}")
         self.progress.say(f"run folder   {out}  (checkpoint/, model/, metrics.jsonl)")
         self.progress.say(f"report       {self.folder.report}")
+        if self.folder.drawings.is_file():
+            self.progress.say(f"drawings     {self.folder.drawings}  (drawn, and real below)")
         if self.recorder.note is not None:
             self.progress.say(f"note         {self.recorder.note}")
         self.progress.say(f"try          whale generate {out} --draw 'red heart' --out heart.png")
@@ -353,6 +365,12 @@ class _Session:
         """Ends the files."""
         if self.recorder is not None:
             self.recorder.close()
+
+
+def autocast(run: Run) -> AbstractContextManager[Any]:
+    """Products in the precision of the run; weights, updates and norms stay in float32."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.autocast(kind, torch.bfloat16, enabled=run.precision == "bfloat16")
 
 
 def make_model(config: M6Config, *, shared: bool, state: Mapping[str, Tensor] | None) -> M6:
@@ -376,11 +394,8 @@ def expert_balance(step: Step) -> tuple[float | None, float | None]:
 
     The counts are those of the global batch where Whale shares them between replicas.
     """
-    balances, dropped = [], []
-    for module in step._lowered.model.modules():
-        if isinstance(module, MoE):
-            counters = module.counters()
-            balances.append(float(counters["load"].max()) * module.num_experts)
-            dropped.append(float(counters["dropped"]))
-            module.reset_counters()
-    return (max(balances), max(dropped)) if balances else (None, None)
+    found = list(step.expert_counters(reset=True).values())
+    if not found:
+        return None, None
+    balances = [float(c["load"].max()) * len(c["load"]) for c in found]
+    return max(balances), max(float(c["dropped"]) for c in found)

@@ -29,8 +29,9 @@ from whale.models.m6.config import M6Config
 from whale.models.m6.image_codes import ImageCodes
 from whale.models.m6.mixture import DEFAULT_WEIGHTS, Objectives
 from whale.models.m6.objectives import Example, collate
-from whale.models.m6.pictures import LIVELY, PLAIN, Pixels
+from whale.models.m6.pictures import Pixels
 from whale.models.m6.tokenizer import Tokenizer
+from whale.models.m6.variation import VARIATIONS
 from whale.training.run import Run, nearest
 
 EMOJI_SIDE = 32
@@ -229,7 +230,7 @@ def make_material(
             tokenizer=tokenizer,
             codes=codes,
             weights={**DEFAULT_WEIGHTS, **run.objectives},
-            variation=LIVELY if run.data.vary else PLAIN,
+            variation=VARIATIONS[run.data.vary],
         ),
     )
 

@@ -19,11 +19,13 @@ from whale.errors import ConfigError
 from whale.models.m6.config import M6Config
 from whale.models.m6.config import presets as models
 from whale.models.m6.mixture import DEFAULT_WEIGHTS
+from whale.models.m6.variation import VARIATIONS
 
 PRESETS = Path(__file__).resolve().parents[1] / "presets" / "runs"
 LAYOUTS = ("expert", "data")
 STYLES = ("noto", "twemoji")
 OPTIMIZERS = ("adamw", "sgd")
+PRECISIONS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +90,9 @@ class Data:
     """A folder of one's own with `.txt` files."""
     text_language: str = "und"
     """Of those files."""
-    vary: bool = False
-    """Whether pictures are moved, turned and recoloured a little each time."""
+    vary: str = "none"
+    """How much pictures are moved, turned and recoloured each time: `lively` a little, `strong` so
+    that another drawing style may look like it."""
     num_workers: int = 0
     """Processes of each rank that read ahead."""
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -100,6 +103,7 @@ class Data:
         for name, allowed in (("styles", STYLES), ("languages", LANGUAGES), ("texts", LANGUAGES)):
             for value in getattr(self, name):
                 _one_of(f"data.{name}", value, allowed)
+        _one_of("data.vary", self.vary, tuple(VARIATIONS))
         _at_least("data.num_workers", self.num_workers, 0)
         if not (self.styles or self.texts or self.folder or self.text_folder):
             raise ConfigError(
@@ -151,6 +155,9 @@ class Run:
     seed: int = 0
     pseudo_steps: int = 0
     """First so many steps with all layers sharing one layer's weights (pseudo-to-real)."""
+    precision: str = "float32"
+    """Of products: `float32`, or `bfloat16` (torch's autocast: weights, norms and updates stay
+    float32)."""
     timeout_seconds: float = 600.0
     """How long ranks wait for each other."""
     parallel: Parallel = field(default_factory=Parallel)
@@ -164,6 +171,7 @@ class Run:
         _at_least("steps", self.steps, 1)
         _at_least("batch_rows", self.batch_rows, 1)
         _at_least("seed", self.seed, 0)
+        _one_of("precision", self.precision, PRECISIONS)
         _at_least("pseudo_steps", self.pseudo_steps, 0)
         _at_least("timeout_seconds", self.timeout_seconds, 1)
         if self.pseudo_steps >= self.steps:

@@ -21,6 +21,8 @@ ROUTERS = ("top-k", "prototype")
 
 BALANCES = ("bias", "loss", "none")
 
+STEMS = ("patch", "conv")
+
 CHANNELS = 3
 
 
@@ -47,6 +49,8 @@ class M6Config:
         z_loss: weight of the router's z-loss.
         image_size: pixels of a picture's side.
         patch_size: pixels of an input patch's side.
+        stem: what makes vectors of patches: `patch`, a small network on each alone; `conv`,
+            convolutions over the picture, which need fewer pictures to learn to see.
         code_patch_size: pixels of the side of the patch that one image code stands for.
         dropout: of embeddings and of what blocks add; attention weights are not dropped, which
             keeps the fused kernels.
@@ -72,6 +76,7 @@ class M6Config:
     z_loss: float = 0.0
     image_size: int = 32
     patch_size: int = 8
+    stem: str = "patch"
     code_patch_size: int = 4
     dropout: float = 0.0
     tie_embeddings: bool = True
@@ -83,6 +88,12 @@ class M6Config:
         _multiple("image_size", self.image_size, "code_patch_size", self.code_patch_size)
         _one_of("router", self.router, ROUTERS)
         _one_of("balance", self.balance, BALANCES)
+        _one_of("stem", self.stem, STEMS)
+        if self.stem == "conv" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
+            raise ConfigError(
+                f'patch_size {self.patch_size} with stem "conv"',
+                hint="a power of two: every convolution but the first of two halves the picture",
+            )
         if not 0 <= self.num_codes < self.vocab_size:
             raise ConfigError(
                 f"num_codes {self.num_codes} in a vocabulary of {self.vocab_size}",
@@ -217,7 +228,7 @@ presets: dict[str, M6Config] = {
         ffn_dim=2048,
         num_experts=16,
         moe_every=2,
-        patch_size=4,
+        stem="conv",
         dropout=0.1,
     ),
     "m6-base": _ladder(5, 32),

@@ -7,11 +7,13 @@ Shapes: B batch, P patches, S text tokens, N = P + S positions, D model dim.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
 from whale.models.layers import MLP, Attention
-from whale.models.m6.config import M6Config
+from whale.models.m6.config import CHANNELS, M6Config
 from whale.nn.moe.layer import MoE
 
 
@@ -51,6 +53,62 @@ class PatchStem(nn.Module):
         positions = torch.arange(patches.shape[1], device=patches.device)
         x_bpd = self.fc2(self.act(self.fc1(patches.to(self.fc1.weight.dtype))))
         return x_bpd + self.position_embedding(positions)
+
+
+class ConvStem(nn.Module):
+    """Convolutions over the whole picture, down to one vector a patch, and where it was.
+
+    M6 sees through a ResNet. Here two convolutions for each halving: small edges and colours are
+    the same wherever they are, which a network on patches would have to learn for each place.
+    Two more see all of the picture, and what they make of it is added to every patch: attention
+    takes far longer than a convolution to learn to look at the whole.
+    """
+
+    def __init__(self, config: M6Config) -> None:
+        super().__init__()
+        self.grid = config.image_size // config.patch_size
+        self.patch_size = config.patch_size
+        halvings = config.patch_size.bit_length() - 1
+        widths = [max(32, config.dim >> (halvings - i)) for i in range(halvings)]
+        self.patches = nn.Sequential(
+            *(
+                layer
+                for before, width in pairwise([CHANNELS, *widths])
+                for layer in (*_convolved(before, width, 1), *_convolved(width, width, 2))
+            )
+        )
+        self.whole = nn.Sequential(
+            *_convolved(widths[-1], widths[-1], 1),
+            *_convolved(widths[-1], widths[-1], 2),
+            nn.Flatten(),
+            nn.Linear(widths[-1] * (-(-self.grid // 2)) ** 2, config.dim),
+        )
+        self.fc = nn.Linear(widths[-1], config.dim)
+        self.position_embedding = nn.Embedding(config.num_patches, config.dim)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Maps [B, P, patch_dim] to [B, P, D]."""
+        grid, side = self.grid, self.patch_size
+        cut = patches.to(self.fc.weight.dtype).unflatten(1, (grid, grid))
+        apart = cut.unflatten(3, (side, side, CHANNELS)).permute(0, 5, 1, 3, 2, 4)
+        picture_bchw = apart.flatten(4, 5).flatten(2, 3)
+        x_bchw = self.patches(picture_bchw)
+        positions = torch.arange(patches.shape[1], device=patches.device)
+        x_bpd = self.fc(x_bchw.flatten(2).transpose(1, 2)) + self.whole(x_bchw).unsqueeze(1)
+        return x_bpd + self.position_embedding(positions)
+
+
+def _convolved(before: int, width: int, stride: int) -> tuple[nn.Module, ...]:
+    return (
+        nn.Conv2d(before, width, 3, stride=stride, padding=1, bias=False),
+        nn.GroupNorm(8, width),
+        nn.GELU(),
+    )
+
+
+def make_stem(config: M6Config) -> nn.Module:
+    """What makes vectors of patches."""
+    return ConvStem(config) if config.stem == "conv" else PatchStem(config)
 
 
 class TextStem(nn.Module):

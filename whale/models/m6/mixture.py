@@ -19,8 +19,9 @@ from whale.models.m6 import objectives
 from whale.models.m6.config import M6Config
 from whale.models.m6.image_codes import ImageCodes
 from whale.models.m6.objectives import Example
-from whale.models.m6.pictures import PLAIN, Pixels, Variation, vary
+from whale.models.m6.pictures import Pixels
 from whale.models.m6.tokenizer import Tokenizer
+from whale.models.m6.variation import PLAIN, Variation, vary
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whale.models.m6.config import M6Config
-from whale.models.m6.layers import Block, PatchStem, TextStem, prefix_mask
+from whale.models.m6.layers import Block, TextStem, make_stem, prefix_mask
 from whale.models.m6.tokenizer import PAD
 
 IGNORED = -100
@@ -37,7 +37,7 @@ class M6(nn.Module):
     def __init__(self, config: M6Config) -> None:
         super().__init__()
         self.config = config
-        self.patch_stem = PatchStem(config)
+        self.patch_stem = make_stem(config)
         self.text_stem = TextStem(config)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = _shared_blocks(config) if config.share_layers else _own_blocks(config)
@@ -45,7 +45,7 @@ class M6(nn.Module):
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         for module in self.modules():
             # Norms and experts have drawn their own.
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding | nn.Conv2d):
                 self._init_weights(module)
         if config.tie_embeddings:
             self.lm_head.weight = self.text_stem.token_embedding.weight
@@ -103,6 +103,8 @@ class M6(nn.Module):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        elif isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # type: ignore[operator]
 

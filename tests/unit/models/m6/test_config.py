@@ -52,7 +52,13 @@ def test_expert_parameters_of_the_modules(name: str) -> None:
         2 * config.dim * config.ffn_dim + config.dim + config.ffn_dim
     )
     stems = config.dim * (config.vocab_size + 2 * config.max_text_len + config.num_patches)
-    stems += config.dim * (config.patch_dim + 1) + config.dim * (config.dim + 1)
+    if config.stem == "patch":
+        stems += config.dim * (config.patch_dim + 1) + config.dim * (config.dim + 1)
+    else:
+        # 3 -> 64 -> 128 -> 256 channels, a product and two scales each; the whole; each patch.
+        pairs = [(3, 64), (64, 64), (64, 128), (128, 128), (128, 256), *[(256, 256)] * 3]
+        stems += sum(9 * a * b + 2 * b for a, b in pairs)
+        stems += config.dim * (4 * 256 + 1) + config.dim * (256 + 1)
     assert rest == routers + config.num_layers * block + dense + stems + 2 * config.dim
 
 

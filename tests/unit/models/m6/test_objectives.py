@@ -29,8 +29,8 @@ from whale.models.m6.objectives import (
     mend,
     proceed,
 )
-from whale.models.m6.pictures import LIVELY
 from whale.models.m6.tokenizer import Tokenizer
+from whale.models.m6.variation import LIVELY
 
 Pictures = NDArray[np.uint8]
 LONG = "the dog face and the cat face, a red apple and a blue ball " * 4

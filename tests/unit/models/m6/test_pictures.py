@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from whale.datasets.emoji import load_emoji
 from whale.errors import WhaleError
 from whale.models.m6.image_codes import ImageCodes
-from whale.models.m6.pictures import LIVELY, PLAIN, Variation, cut, join, patch_vectors, psnr, vary
+from whale.models.m6.pictures import cut, join, patch_vectors, psnr
+from whale.models.m6.variation import LIVELY, PLAIN, STRONG, Variation, vary
 
 Pictures = NDArray[np.uint8]
 
@@ -36,13 +37,15 @@ def test_patch_vectors_are_from_minus_one_to_one() -> None:
     assert (vectors[:2] == 1).all() and (vectors[2:] == -1).all()
 
 
-def test_variation(pictures: Pictures) -> None:
-    plain = pictures[0]
+@pytest.mark.parametrize("variation", [LIVELY, STRONG], ids=["lively", "strong"])
+def test_variation(pictures: Pictures, variation: Variation) -> None:
+    plain = pictures[0].copy()
     assert vary(plain, PLAIN, rng()) is plain
-    once, again = (vary(pictures[0], LIVELY, rng(1)) for _ in range(2))
+    once, again = (vary(plain, variation, rng(1)) for _ in range(2))
     np.testing.assert_array_equal(once, again)
-    assert once.dtype == np.uint8 and once.shape == pictures[0].shape
-    assert (once != vary(pictures[0], LIVELY, rng(2))).any()
+    assert once.dtype == np.uint8 and once.shape == plain.shape
+    assert (once != vary(plain, variation, rng(2))).any()
+    np.testing.assert_array_equal(plain, pictures[0])
     # Moved by nothing, a picture is itself.
     still = vary(pictures[0], Variation(background=1e-9), rng())
     np.testing.assert_array_equal(still, pictures[0])
@@ -50,7 +53,21 @@ def test_variation(pictures: Pictures) -> None:
 
 def test_colour_leaves_a_white_background_white(pictures: Pictures) -> None:
     blank = np.full_like(pictures[0], 255)
-    assert (vary(blank, Variation(colour=0.3, turn=20, zoom=0.2), rng()) == 255).all()
+    recoloured = Variation(colour=0.3, turn=20, zoom=0.2, bend=2, mix=0.3, grey=1, flat=1, blur=1)
+    assert (vary(blank, recoloured, rng()) == 255).all()
+
+
+def test_greys_stay_grey_under_mixed_channels() -> None:
+    grey = np.full((16, 16, 3), 96, dtype=np.uint8)
+    mixed = vary(grey, Variation(mix=0.3), rng())
+    np.testing.assert_array_equal(mixed[4:-4, 4:-4], grey[4:-4, 4:-4])
+
+
+def test_hiding_covers_one_rectangle(pictures: Pictures) -> None:
+    picture = pictures[0]
+    changed = (vary(picture, Variation(hide=1.0), rng(3)) != picture).any(-1)
+    rows, columns = np.flatnonzero(changed.any(1)), np.flatnonzero(changed.any(0))
+    assert 0 < len(rows) <= len(picture) // 2 and 0 < len(columns) <= len(picture) // 2
 
 
 # ---- codes ----
