@@ -8,6 +8,8 @@ gradients, so that all can be compared.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -55,8 +57,18 @@ class Plain(Side):
         return plain(x, ids, gates, self.w_in, self.w_out)
 
 
+def silu_gated(h: torch.Tensor) -> torch.Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def plain(
-    x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gates: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    act: Callable[[torch.Tensor], torch.Tensor] = silu_gated,
 ) -> torch.Tensor:
     flat, experts = ids.reshape(-1), w_in.shape[0]
     order = flat.argsort(stable=True)
@@ -65,8 +77,7 @@ def plain(
     offsets = counts.cumsum(0, dtype=torch.int32)
     tokens = order // ids.shape[1]
     h = F.grouped_mm(x.index_select(0, tokens), w_in, offs=offsets)
-    gate, up = h.chunk(2, dim=-1)
-    y = F.grouped_mm(F.silu(gate) * up, w_out, offs=offsets)
+    y = F.grouped_mm(act(h), w_out, offs=offsets)
     y = y * gates.reshape(-1).index_select(0, order).unsqueeze(1).to(y.dtype)
     return torch.zeros_like(x).index_add(0, tokens, y)
 
