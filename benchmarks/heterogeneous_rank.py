@@ -62,7 +62,7 @@ SIZES: Mapping[str, Mapping[str, Size]] = {
         "bert-pipeline": Size(preset="bert-large", rows=24, num_micro_batch=16, seq=128),
         "t5-pipeline": Size(preset="t5-large", rows=4, num_micro_batch=12, seq=512),
         "bert-4": Size(preset="bert-large", rows=192, num_micro_batch=14, seq=128),
-        "head": Size(preset="resnet-50-100k", rows=256, num_micro_batch=1, batch_norm="local"),
+        "head": Size(preset="resnet-50-100k", rows=768, num_micro_batch=1, batch_norm="local"),
         "head-1m": Size(preset="resnet-50-1m", rows=192, num_micro_batch=1, batch_norm="local"),
         "memory": Size(preset="bert-large", rows=192, num_micro_batch=2, seq=128),
     },

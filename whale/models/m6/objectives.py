@@ -30,6 +30,9 @@ MASKED_SHARE = 0.3
 MEAN_SPAN = 3.0
 """Of the characters, and of a Poisson law: the text infilling of BART and OFA."""
 
+MOST_PER_TOKEN = 6
+"""Characters of a token, on average, at most: how much of a text is looked at to fill a window."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
@@ -144,8 +147,9 @@ def _window(
 ) -> tuple[list[int], bool]:
     """A part of a text that fits, from anywhere in it, and whether the text ends there."""
     begin = int(rng.integers(0, max(1, len(text) - length + 1)))
-    ids = tokenizer.encode(text[begin : begin + length])
-    return ids[:length], begin + length >= len(text) and len(ids) <= length
+    end = begin + MOST_PER_TOKEN * length
+    ids = tokenizer.encode(text[begin:end])
+    return ids[:length], end >= len(text) and len(ids) <= length
 
 
 def _ended(tokenizer: Tokenizer, text: str, room: int) -> list[int]:

@@ -1,16 +1,19 @@
-"""Text to token ids and back: characters of any language, and bytes for those it does not know.
+"""Text to token ids and back: words, characters of any language, bytes for what it does not know.
 
 Place in the flow: built once from the training text, saved with the model as JSON, used to make
 batches and to read what the model writes.
 
-The ids, in order: special tokens, 256 bytes, characters (most frequent first), unused ones, image
-codes. The size is fixed by the model, not by the text, so that a preset is one model whatever it is
-trained on.
+The ids, in order: special tokens, 256 bytes, characters (most frequent first), words (the same),
+unused ones, image codes. The size is fixed by the model, not by the text, so that a preset is one
+model whatever it is trained on. Words have the room that characters leave: a name of three tokens
+is learned far sooner than one of twenty. They are those of Latin letters, each also with the space
+before it; in a script without spaces every character is a token.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +41,9 @@ SPECIAL = (
 PAD = SPECIAL.index("<pad>")
 NUM_BYTES = 256
 
-FORMAT = 1
+FORMAT = 2
+
+_WORD = re.compile("( ?)([A-Za-z\u00c0-\u024f]{2,})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +52,13 @@ class Tokenizer:
 
     Attributes:
         characters: those with an id of their own, in the order of their ids.
+        words: the same; a space may be the first character of one.
         vocab_size: ids in all.
         num_codes: image codes, the last ids.
     """
 
     characters: str
+    words: tuple[str, ...] = ()
     vocab_size: int
     num_codes: int
     _ids: dict[str, int] = field(init=False, repr=False, compare=False)
@@ -59,30 +66,41 @@ class Tokenizer:
     def __post_init__(self) -> None:
         first = len(SPECIAL) + NUM_BYTES
         room = self.vocab_size - first - self.num_codes
-        if len(self.characters) > room:
+        pieces = self._pieces()
+        if len(pieces) > room:
             raise WhaleError(
-                f"{len(self.characters)} characters in a vocabulary of {self.vocab_size}, of which "
-                f"{first} are special tokens and bytes and {self.num_codes} image codes",
-                hint=f"at most {room} characters: raise vocab_size or lower num_codes",
+                f"{len(pieces)} characters and words in a vocabulary of {self.vocab_size}, of "
+                f"which {first} are special tokens and bytes and {self.num_codes} image codes",
+                hint=f"at most {room} of them: raise vocab_size or lower num_codes",
             )
-        ids = {character: first + i for i, character in enumerate(self.characters)}
-        if len(ids) != len(self.characters):
-            twice = next(c for c, n in Counter(self.characters).items() if n > 1)
+        ids = {piece: first + i for i, piece in enumerate(pieces)}
+        if len(ids) != len(pieces):
+            twice = next(piece for piece, n in Counter(pieces).items() if n > 1)
             raise WhaleError(
-                f"the character {twice!r} is in the vocabulary twice",
-                hint="each character has one id; was the file edited?",
+                f"{twice!r} is in the vocabulary twice",
+                hint="each character and each word has one id; was the file edited?",
             )
         object.__setattr__(self, "_ids", ids)
 
     @classmethod
     def build(cls, texts: Iterable[str], *, vocab_size: int, num_codes: int) -> Tokenizer:
-        """The vocabulary of the most frequent characters that fit; ties by code point."""
-        counts: Counter[str] = Counter()
+        """The most frequent characters that fit, then the most frequent words; ties by text."""
+        characters: Counter[str] = Counter()
+        words: Counter[str] = Counter()
         for text in texts:
-            counts.update(text)
+            characters.update(text)
+            words.update(found[0] for found in _WORD.finditer(text))
         room = max(0, vocab_size - len(SPECIAL) - NUM_BYTES - num_codes)
-        ranked = sorted(counts, key=lambda character: (-counts[character], character))
-        return cls(characters="".join(ranked[:room]), vocab_size=vocab_size, num_codes=num_codes)
+        known = _most_frequent(characters, room)
+        return cls(
+            characters="".join(known),
+            words=tuple(_most_frequent(words, room - len(known))),
+            vocab_size=vocab_size,
+            num_codes=num_codes,
+        )
+
+    def _pieces(self) -> list[str]:
+        return [*self.characters, *self.words]
 
     # ---- special tokens ----
 
@@ -122,7 +140,19 @@ class Tokenizer:
     # ---- text ----
 
     def encode(self, text: str) -> list[int]:
-        """A character's id, or the ids of its UTF-8 bytes where it has none."""
+        """The ids of its words, of its characters, or of their UTF-8 bytes: the first it knows."""
+        ids: list[int] = []
+        at = 0
+        for found in _WORD.finditer(text):
+            for start, word in ((found.start(), found[0]), (found.start(2), found[2])):
+                if word in self._ids:
+                    ids += self._spelled(text[at:start])
+                    ids.append(self._ids[word])
+                    at = found.end()
+                    break
+        return ids + self._spelled(text[at:])
+
+    def _spelled(self, text: str) -> list[int]:
         ids: list[int] = []
         for character in text:
             known = self._ids.get(character)
@@ -142,13 +172,14 @@ class Tokenizer:
         parts: list[str] = []
         pending = bytearray()
         first = len(SPECIAL) + NUM_BYTES
+        pieces = self._pieces()
         for i in ids:
             if len(SPECIAL) <= i < first:
                 pending.append(i - len(SPECIAL))
                 continue
             parts.append(_text(pending))
-            if first <= i < first + len(self.characters):
-                parts.append(self.characters[i - first])
+            if first <= i < first + len(pieces):
+                parts.append(pieces[i - first])
         parts.append(_text(pending))
         return "".join(parts)
 
@@ -174,8 +205,8 @@ class Tokenizer:
         return [i - self.first_code for i in ids if self.first_code <= i < self.vocab_size]
 
     def is_written(self) -> list[bool]:
-        """By id, whether it may stand in a text: bytes, characters, and the end."""
-        last = len(SPECIAL) + NUM_BYTES + len(self.characters)
+        """By id, whether it may stand in a text: bytes, characters, words, and the end."""
+        last = len(SPECIAL) + NUM_BYTES + len(self.characters) + len(self.words)
         return [i == self.eos or len(SPECIAL) <= i < last for i in range(self.vocab_size)]
 
     # ---- files ----
@@ -188,6 +219,7 @@ class Tokenizer:
             "vocab_size": self.vocab_size,
             "num_codes": self.num_codes,
             "characters": self.characters,
+            "words": self.words,
         }
         text = json.dumps(values, ensure_ascii=True, indent=1)
         Path(path).write_text(text + "\n", encoding="ascii")
@@ -205,9 +237,14 @@ class Tokenizer:
             )
         return cls(
             characters=values["characters"],
+            words=tuple(values["words"]),
             vocab_size=values["vocab_size"],
             num_codes=values["num_codes"],
         )
+
+
+def _most_frequent(counts: Counter[str], room: int) -> list[str]:
+    return sorted(counts, key=lambda piece: (-counts[piece], piece))[:room]
 
 
 def _text(pending: bytearray) -> str:

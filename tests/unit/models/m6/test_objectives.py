@@ -119,7 +119,7 @@ def test_denoising_and_proceeding_give_the_text_back(tokenizer: Tokenizer) -> No
     example = proceed(tokenizer, "dog face", "en", limit=24, rng=rng(3))
     both = [*example.source, *example.target]
     assert tokenizer.decode(both) == "dog face" and both[-1] == tokenizer.eos
-    cut_off = proceed(tokenizer, LONG, "en", limit=24, rng=rng())
+    cut_off = proceed(tokenizer, 8 * LONG, "en", limit=24, rng=rng())
     assert tokenizer.eos not in cut_off.target
     assert len(cut_off.source) + len(cut_off.target) == 23
 

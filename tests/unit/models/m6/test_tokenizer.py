@@ -53,8 +53,23 @@ def test_codes_are_the_last_ids(tokenizer: Tokenizer) -> None:
 def test_written_ids_are_text_and_the_end(tokenizer: Tokenizer) -> None:
     written = tokenizer.is_written()
     assert len(written) == tokenizer.vocab_size
-    assert sum(written) == 1 + NUM_BYTES + len(tokenizer.characters)
+    assert sum(written) == 1 + NUM_BYTES + len(tokenizer.characters) + len(tokenizer.words)
     assert written[tokenizer.eos] and not written[tokenizer.pad] and not written[-1]
+
+
+def test_words_have_the_room_that_characters_leave() -> None:
+    room = len(SPECIAL) + NUM_BYTES
+    texts = ["red heart", "red car, 红心", "a red heart"]
+    num_characters = len(set("".join(texts)))
+    made = Tokenizer.build(texts, vocab_size=room + num_characters + 3, num_codes=0)
+    # Most frequent first, then by text; with the space before it a word is another word.
+    assert made.words == (" heart", "red", " car")
+    assert len(made.encode("red heart")) == 2
+    # A word it does not know, or knows only without the space, is spelled as far as need be.
+    assert len(made.encode("a red heart")) == 1 + 1 + 1 + 1
+    assert len(made.encode("heart")) == len("heart")
+    for text in (*texts, "redheart", "  red  ", "carred Red-hearted 红red", "", "naïve \ud800 car"):
+        assert made.decode(made.encode(text)) == text
 
 
 def test_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -70,7 +85,7 @@ def test_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 def test_too_many_or_double_characters() -> None:
     room = len(SPECIAL) + NUM_BYTES
-    with pytest.raises(WhaleError, match="at most 1 characters"):
+    with pytest.raises(WhaleError, match="at most 1 of them"):
         Tokenizer(characters="ab", vocab_size=room + 1, num_codes=0)
     with pytest.raises(WhaleError, match="'a' is in the vocabulary twice"):
         Tokenizer(characters="aa", vocab_size=room + 2, num_codes=0)
