@@ -337,6 +337,8 @@ class _Session:
             for text in scores.lines():
                 self.progress.say(f"  {text}")
             self.progress.say(f"\n{report}")
+            if self.run.precision != "float32" and not self.run.parallel.calibrate:
+                self.progress.say("(predicted for float32; parallel.calibrate measures first)")
             if unseen := self.evaluator.pictures():
                 self.progress.say("\npictures it has not seen, and what it calls them:")
                 for number in spread(len(unseen), NUM_LAST):
