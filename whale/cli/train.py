@@ -108,5 +108,10 @@ def _start(args: argparse.Namespace, num_ranks: int, folder: RunFolder) -> int:
     flags += [] if args.steps is None else ["--steps", str(args.steps)]
     flags += ["--resume"] if args.resume else []
     flags += [text for setting in args.settings for text in ("--set", setting)]
-    script = str(Path(entry.__file__).resolve())
-    return launch.run(parser.parse_args(["-n", str(num_ranks), script, "train", *flags]))
+    script = Path(entry.__file__).resolve()
+    # With `python -m whale` beside the package, ranks must find it, too.
+    root = str(script.parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    return launch.run(parser.parse_args(["-n", str(num_ranks), str(script), "train", *flags]))

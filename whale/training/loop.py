@@ -337,6 +337,12 @@ class _Session:
             for text in scores.lines():
                 self.progress.say(f"  {text}")
             self.progress.say(f"\n{report}")
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+            if not torch.cuda.is_available() and 0 < cores < self.step.plan.num_ranks:
+                self.progress.say(
+                    f"({self.step.plan.num_ranks} ranks on {cores} core(s) wait for each other's "
+                    "turns, which no prediction counts)"
+                )
             if self.run.precision != "float32" and not self.run.parallel.calibrate:
                 self.progress.say("(predicted for float32; parallel.calibrate measures first)")
             if unseen := self.evaluator.pictures():

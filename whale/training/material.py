@@ -90,21 +90,22 @@ class Samples:
         asked = {"questions": Joined(list(self.questions.values()))} if self.questions else {}
         return cast("dict[str, Source[Sample]]", {**self.pictures, **asked, **self.texts})
 
-    def texts_in(self, limit: int) -> Iterator[str]:
-        """Everything written in it, of at most `limit` samples of each source."""
-        for pictures in self.pictures.values():
-            for i in spread(len(pictures), limit):
-                picture = pictures[i]
-                yield from picture.captions.values()
-                yield from (tag for tags in picture.tags.values() for tag in tags)
-                if picture.question is not None and picture.answer is not None:
-                    yield from (picture.question, picture.answer)
-        for questions in self.questions.values():
-            for i in spread(len(questions), limit):
-                asked = questions[i]
-                yield from (asked.question or "", asked.answer or "")
-        for texts in self.texts.values():
-            yield from (texts[i].text for i in spread(len(texts), limit))
+    def written(self) -> list[Iterator[str]]:
+        """Everything written in it, by source."""
+        return [
+            *(_written(pictures) for pictures in self.pictures.values()),
+            *(_written(questions) for questions in self.questions.values()),
+            *((texts[i].text for i in range(len(texts))) for texts in self.texts.values()),
+        ]
+
+
+def _written(pictures: Source[Picture]) -> Iterator[str]:
+    for i in range(len(pictures)):
+        picture = pictures[i]
+        yield from picture.captions.values()
+        yield from (tag for tags in picture.tags.values() for tag in tags)
+        if picture.question is not None and picture.answer is not None:
+            yield from (picture.question, picture.answer)
 
 
 def spread(count: int, limit: int) -> list[int]:
@@ -153,7 +154,7 @@ def emoji_of(styles: Sequence[str], split: Split) -> list[EmojiPictures]:
 def build_tokenizer(config: M6Config, train: Samples) -> Tokenizer:
     """The vocabulary of all that is learned from."""
     return Tokenizer.build(
-        train.texts_in(1 << 30), vocab_size=config.vocab_size, num_codes=config.num_codes
+        *train.written(), vocab_size=config.vocab_size, num_codes=config.num_codes
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,12 @@ def test_a_run_leaves_all_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(scores["recall"]["text for a picture"]) == {"1", "5"}
     assert set(scores["questions"]) == {"groups en", "tags en"}
     assert 0 <= scores["other_style_match"] <= 1
-    assert 0 <= scores["drawn_match"] <= 1
+    (drawings,) = [r for r in records if r["kind"] == "drawings"]
+    assert len(drawings["names"]) == 2
+    assert scores["drawn_match"] == np.mean(drawings["right"])
+    # Two rows of twenty columns, twice as large.
+    head = folder.drawings.read_bytes()[:24]
+    assert struct.unpack(">II", head[16:]) == (20 * 32 * 2, 2 * 32 * 2)
     first = next(r for r in records if r["kind"] == "train")
     assert {"loss", "tokens_per_second", "step_seconds", "lr", "grad_norm", "balance"} <= set(first)
     assert folder.report.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")

@@ -207,7 +207,7 @@ def _ladder(num_layers: int, num_experts: int, expert_dim: int = 4096) -> M6Conf
 # `m6-tiny` is for a few hundred steps on a CPU, less than would overfit: it has no dropout.
 presets: dict[str, M6Config] = {
     "m6-tiny": M6Config(
-        vocab_size=2048,
+        vocab_size=6144,
         num_codes=256,
         max_text_len=64,
         dim=96,

@@ -31,7 +31,7 @@ class M6(nn.Module):
         >>> model = M6(replace(presets["m6-tiny"], num_experts=0))
         >>> batch = example_batch(model.config, rows=2)
         >>> model(**batch)["logits"].shape
-        torch.Size([2, 64, 2048])
+        torch.Size([2, 64, 6144])
     """
 
     def __init__(self, config: M6Config) -> None:

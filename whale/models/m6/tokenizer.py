@@ -83,13 +83,20 @@ class Tokenizer:
         object.__setattr__(self, "_ids", ids)
 
     @classmethod
-    def build(cls, texts: Iterable[str], *, vocab_size: int, num_codes: int) -> Tokenizer:
-        """The most frequent characters that fit, then the most frequent words; ties by text."""
-        characters: Counter[str] = Counter()
-        words: Counter[str] = Counter()
-        for text in texts:
-            characters.update(text)
-            words.update(found[0] for found in _WORD.finditer(text))
+    def build(cls, *sources: Iterable[str], vocab_size: int, num_codes: int) -> Tokenizer:
+        """The most frequent characters that fit, then the most frequent words; ties by text.
+
+        Every source of texts counts alike, however much of it there is: a few names would be lost
+        beside a book.
+        """
+        characters: list[Counter[str]] = []
+        words: list[Counter[str]] = []
+        for texts in sources:
+            characters.append(Counter())
+            words.append(Counter())
+            for text in texts:
+                characters[-1].update(text)
+                words[-1].update(found[0] for found in _WORD.finditer(text))
         room = max(0, vocab_size - len(SPECIAL) - NUM_BYTES - num_codes)
         known = _most_frequent(characters, room)
         return cls(
@@ -243,8 +250,12 @@ class Tokenizer:
         )
 
 
-def _most_frequent(counts: Counter[str], room: int) -> list[str]:
-    return sorted(counts, key=lambda piece: (-counts[piece], piece))[:room]
+def _most_frequent(sources: Sequence[Counter[str]], room: int) -> list[str]:
+    shares: Counter[str] = Counter()
+    for counts in sources:
+        total = counts.total()
+        shares.update({piece: count / total for piece, count in counts.items()})  # type: ignore[misc]
+    return sorted(shares, key=lambda piece: (-shares[piece], piece))[:room]
 
 
 def _text(pending: bytearray) -> str:

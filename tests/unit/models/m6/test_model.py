@@ -15,9 +15,10 @@ from whale.annotations import tag_of
 from whale.errors import AnnotationError
 from whale.models.m6.annotate import expert_parallel
 from whale.models.m6.config import M6Config
-from whale.models.m6.layers import prefix_mask
+from whale.models.m6.layers import ConvStem, prefix_mask
 from whale.models.m6.model import M6, delink
 from whale.models.m6.objectives import caption, collate, draw, example_batch
+from whale.models.m6.pictures import patch_vectors
 from whale.models.m6.tokenizer import Tokenizer
 
 Batch = dict[str, Tensor]
@@ -189,10 +190,22 @@ def test_annotations_split_the_experts_and_nothing_else(config: M6Config) -> Non
         expert_parallel(M6(config))
 
 
-@pytest.mark.parametrize("layout", ["copies", "heads", "experts", "stages"])
+def test_convolutions_see_the_picture_that_was_cut(config: M6Config) -> None:
+    stem = ConvStem(config)
+    pictures = np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
+    seen: list[torch.Tensor] = []
+    stem.patches.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    vectors = torch.from_numpy(patch_vectors(pictures, config.patch_size))
+    assert stem(vectors).shape == (2, config.num_patches, config.dim)
+    back = ((seen[0] + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1)
+    assert torch.equal(back, torch.from_numpy(pictures))
+
+
+@pytest.mark.parametrize("layout", ["copies", "heads", "experts", "stages", "copies conv"])
 def test_equal_to_one_device(config: M6Config, layout: str) -> None:
     """The model's own glue, mask and heads; dense, the rules for experts are tested with them."""
-    model = M6(replace(config, dropout=0.1, num_layers=2))
+    layout, _, stem = layout.partition(" ")
+    model = M6(replace(config, dropout=0.1, num_layers=2, stem=stem or "patch"))
     settings: dict[str, object] = {}
     if layout == "copies":
         wh.replicate()(model)

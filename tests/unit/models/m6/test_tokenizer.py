@@ -72,6 +72,14 @@ def test_words_have_the_room_that_characters_leave() -> None:
         assert made.decode(made.encode(text)) == text
 
 
+def test_every_source_counts_alike() -> None:
+    room = len(SPECIAL) + NUM_BYTES
+    book, names = ["the law of the land " * 50], ["red heart", "red car"]
+    num_characters = len(set("".join([*book, *names])))
+    made = Tokenizer.build(book, names, vocab_size=room + num_characters + 2, num_codes=0)
+    assert made.words == ("red", " the")
+
+
 def test_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     tokenizer.save(path)

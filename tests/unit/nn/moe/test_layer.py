@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+import whale as wh
 from whale.errors import WhaleError
 from whale.nn.moe.layer import MoE
 
@@ -270,3 +272,22 @@ def test_shapes_alone() -> None:
         out = moe(torch.empty(2, 5, 1024))
     assert out.shape == (2, 5, 1024)
     assert moe.w_in.numel() + moe.w_out.numel() == 2 * 960 * 1024 * 21248
+
+
+def test_a_step_tells_the_counters() -> None:
+    model = nn.Sequential(MoE(8, 16, 4), nn.Linear(8, 2))
+    batch = (torch.randn(6, 8), torch.randn(6, 2))
+    step = wh.parallelize(
+        wh.replicate()(model),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=F.mse_loss,
+        batch=batch,
+    )
+    step(batch)
+    (path,) = step.expert_counters(reset=True)
+    assert path == "0"
+    assert not any(step.expert_counters()["0"]["load"].tolist())
+    step(batch)
+    found = step.expert_counters()["0"]
+    assert float(found["load"].sum()) == pytest.approx(1.0) and float(found["dropped"]) == 0
+    step.close()
