@@ -169,7 +169,7 @@ class CommunicationConfig(SettingGroup):
     batch_norm: str = setting("global", choices=("global", "local"))
     """Normalise by all replicas' rows, as one device does, or each by its own, as DDP does."""
     symmetric_memory: bool = setting(False)
-    """Sum through memory the GPUs of a node share, where NCCL's latency counts; NVLink only."""
+    """Sum and gather through memory the GPUs of a node share (NVLink); all-to-all stays NCCL's."""
     fp16: bool = setting(False)
     """Reduce gradients in float16, scaled so that no sum can overflow."""
     fp16_scale: int = setting(128, minimum=1)
