@@ -49,6 +49,8 @@ __all__ = [
 ROWS = (1, 4, 16, 64)
 _ROUND_S = {"cuda": 10e-3, "cpu": 2e-3}
 _MOST_CALLS = 8
+_MOST_WEIGHTS = 1 << 27
+"""Of a Linear that is timed as it is."""
 _LOADED_S = 0.1
 """Of a Layer on a CPU at least: several turns of ranks that share a core."""
 _WEIGHT_SCALE = 0.02  # as small as trained weights, so that nothing overflows
@@ -181,13 +183,14 @@ def measure_layers(
     found: dict[str, LayerTime] = {}
     left = budget_s
     for index, (signature, path) in enumerate(paths.items()):
-        bench = _Bench(modules[path], captured.examples[path], path, device)
+        module, times_as_wide = _narrow(modules[path])
+        bench = _Bench(module, captured.examples[path], path, device)
         times = bench.curve(sizes, repeats, left / (len(paths) - index), synchronize)
         bench.close()
         left -= bench.spent_s
         if times:
             # The examples are of a Layer's first call; equal signatures have equally many.
-            calls = _num_calls(captured, path)
+            calls = _num_calls(captured, path) * times_as_wide
             found[signature] = LayerTime(
                 forward=Curve.of({r: calls * f for r, (f, _) in times.items()}),
                 backward=Curve.of({r: calls * b for r, (_, b) in times.items()}),
@@ -333,6 +336,27 @@ def _leaf(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
+
+
+def _narrow(layer: nn.Module) -> tuple[nn.Module, float]:
+    """A Linear of very many columns with fewer of them, and how many times fewer; others as is.
+
+    Alone on a device it would need its weights three times over (their values, their gradients and
+    what is added to those), where only a shard of it may ever have to fit; and its time is in
+    proportion to its columns. Every rank decides alike, whatever memory it has.
+    """
+    if type(layer) is not nn.Linear or layer.weight.numel() <= _MOST_WEIGHTS:
+        return layer, 1.0
+    columns = max(1, _MOST_WEIGHTS // layer.in_features)
+    narrow = nn.Linear(
+        layer.in_features,
+        columns,
+        bias=layer.bias is not None,
+        dtype=layer.weight.dtype,
+        device="meta",
+    )
+    narrow.requires_grad_(layer.weight.requires_grad)
+    return narrow, layer.out_features / columns
 
 
 def _alone(layer: nn.Module, device: torch.device) -> nn.Module:

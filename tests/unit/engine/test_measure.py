@@ -157,6 +157,27 @@ def test_rows_that_do_not_fit_end_the_curve_and_ranks_stay_in_step() -> None:
     assert waits == [True] * 6 + [False] * 2
 
 
+def test_a_very_wide_linear_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not fit whole; its time is that of the part, as many times as it is wider."""
+    monkeypatch.setattr(measure, "_MOST_WEIGHTS", 4 * 25)
+    widths: list[int] = []
+    plain = measure._Bench._timed
+
+    def timed(self: Any, rows: int, repeats: int, budget_s: float) -> tuple[float, float]:
+        widths.append(self.layer.out_features)
+        plain(self, rows, repeats, budget_s)
+        return 1.0, 2.0
+
+    monkeypatch.setattr(measure._Bench, "_timed", timed)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 100, bias=False))
+        batch = (torch.empty(2, 8), torch.empty(2, 100))
+    captured, found = measured(model, batch, rows=(2,))
+    assert widths == [4, 25]
+    small, wide = (found[layer.signature] for layer in captured.graph.layers)
+    assert (small.forward.at(2), wide.forward.at(2), wide.backward.at(2)) == (1.0, 4.0, 8.0)
+
+
 def test_no_budget_leaves_the_smallest_size() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(6, 4)
     _, found = measured(model, (x, x), (1, 2, 4), budget_s=0.0)
