@@ -88,6 +88,10 @@ def page(metrics: Path, hardware: str, minutes: float) -> str:
         "Of the pictures to be named, one in ten shows an emoji that no picture of the training "
         "has: those cannot be named, and count as wrong; the pixels' gallery has them all.",
         "",
+        f"It learns names by heart: of captions it has never read the loss is "
+        f"{scores['loss']['model']:.2f} nats per character, a unigram model's "
+        f"{scores['loss']['unigram']:.2f}.",
+        "",
         "| step | training loss |",
         "|---|---|",
     ]
