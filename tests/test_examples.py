@@ -93,9 +93,10 @@ def changes(name: str) -> list[str]:
 
 
 @limit(2 * SECONDS)
-def test_three_dimensions_equal_one_device():
-    expected = losses(run("examples/three_d_plain.py"))
-    found = losses(launch(8, "three_d.py"))
+@pytest.mark.parametrize(("name", "num_ranks"), [("three_d", 8), ("experts", 2)])
+def test_a_parallel_twin_equals_one_device(name: str, num_ranks: int):
+    expected = losses(run(f"examples/{name}_plain.py"))
+    found = losses(launch(num_ranks, f"{name}.py"))
     assert len(expected) == 10
     assert expected[-1] < expected[0]
     assert found == pytest.approx(expected, abs=TOLERANCE, rel=0)
@@ -104,15 +105,6 @@ def test_three_dimensions_equal_one_device():
 def test_three_dimensions_take_ten_lines():
     added = [line for line in changes("three_d") if line.startswith("+")]
     assert 0 < len(added) <= MAX_CHANGED_LINES
-
-
-@limit(2 * SECONDS)
-def test_experts_equal_one_device():
-    expected = losses(run("examples/experts_plain.py"))
-    found = losses(launch(2, "experts.py"))
-    assert len(expected) == 10
-    assert expected[-1] < expected[0]
-    assert found == pytest.approx(expected, abs=TOLERANCE, rel=0)
 
 
 def test_experts_take_four_lines():
