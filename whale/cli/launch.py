@@ -140,8 +140,7 @@ def _defaults(environ: Mapping[str, str], *, nnodes: int) -> dict[str, str]:
     """What the ranks' environment gets unless the user has set it.
 
     With glibc's own thresholds every large tensor on the CPU is mapped anew and its pages are
-    touched for the first time, step after step: memory that is kept made a step of m6-tiny on one
-    rank a third shorter.
+    touched for the first time, step after step; here freed memory is kept for the next one.
     """
     kept = str(4 << 30)
     values = {

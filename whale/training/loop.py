@@ -337,14 +337,8 @@ class _Session:
             for text in scores.lines():
                 self.progress.say(f"  {text}")
             self.progress.say(f"\n{report}")
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-            if not torch.cuda.is_available() and 0 < cores < self.step.plan.num_ranks:
-                self.progress.say(
-                    f"({self.step.plan.num_ranks} ranks on {cores} core(s) wait for each other's "
-                    "turns, which no prediction counts)"
-                )
-            if self.run.precision != "float32" and not self.run.parallel.calibrate:
-                self.progress.say("(predicted for float32; parallel.calibrate measures first)")
+            for text in caveats(self.run, self.step.plan.num_ranks):
+                self.progress.say(text)
             if unseen := self.evaluator.pictures():
                 self.progress.say("\npictures it has not seen, and what it calls them:")
                 for number in spread(len(unseen), NUM_LAST):
@@ -373,6 +367,20 @@ class _Session:
         """Ends the files."""
         if self.recorder is not None:
             self.recorder.close()
+
+
+def caveats(run: Run, num_ranks: int) -> list[str]:
+    """What the prediction of a run does not know."""
+    found = []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_ranks
+    if not torch.cuda.is_available() and cores < num_ranks:
+        found.append(
+            f"({num_ranks} ranks on {cores} core(s) wait for each other's turns, which no "
+            "prediction counts)"
+        )
+    if run.precision != "float32" and not run.parallel.calibrate:
+        found.append("(predicted for float32; parallel.calibrate measures first)")
+    return found
 
 
 def autocast(run: Run) -> AbstractContextManager[Any]:
