@@ -8,20 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 import whale as wh
 from benchmarks.communication import SETTINGS
+from benchmarks.slowest import seconds
 from whale.engine.step import Step
 from whale.models.m6.annotate import expert_parallel
 from whale.models.m6.config import presets
@@ -47,35 +47,20 @@ def make(config: Any, rows: int, settings: Any) -> Step:
 @contextmanager
 def counted(calls: Counter[str], nbytes: Counter[str]) -> Any:
     """Counts what is handed to `torch.distributed` meanwhile."""
-    plain = dist.all_reduce, dist.all_to_all_single
+    sum_up, exchange = dist.all_reduce, dist.all_to_all_single
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         calls["all_reduce"] += 1
         nbytes["all_reduce"] += tensor.nbytes
-        return plain[0](tensor, *args, **kwargs)
+        return sum_up(tensor, *args, **kwargs)
 
     def all_to_all(out: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         calls["all_to_all"] += 1
         nbytes["all_to_all"] += given.nbytes
-        return plain[1](out, given, *args, **kwargs)
+        return exchange(out, given, *args, **kwargs)
 
-    dist.all_reduce, dist.all_to_all_single = all_reduce, all_to_all  # type: ignore[assignment]
-    try:
+    with patch.multiple(dist, all_reduce=all_reduce, all_to_all_single=all_to_all):
         yield
-    finally:
-        dist.all_reduce, dist.all_to_all_single = plain
-
-
-def seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Of the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    taken = torch.tensor([time.perf_counter() - start], device=device)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def page(rows: list[Mapping[str, Any]], device: str) -> str:
     lines = [
         "# How tokens travel to their experts",
         "",
-        "`python -m benchmarks.token_travel --out` this file. "
+        f"`python -m benchmarks.token_travel --device {device} --out` this file. "
         f"{datetime.now(UTC):%Y-%m-%d}, {NUM_RANKS} ranks as 2 nodes of {PER_NODE}, {where}.",
         "",
         "One journey of random tokens with a random router; between nodes counts what leaves a "

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import whale as wh
+from benchmarks.slowest import seconds
 from benchmarks.token_travel import PER_NODE, WAYS
 from whale.ir.levels import all_level_groups, level_groups
 from whale.nn.moe.courier import DTYPES, Courier
@@ -54,18 +53,6 @@ def once(courier: Courier, rows: torch.Tensor, counts: torch.Tensor) -> None:
     out = courier.send(rows, counts)
     out.backward(torch.ones_like(out))
     rows.grad = None
-
-
-def seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Of the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    taken = torch.tensor([time.perf_counter() - start], device=device)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
 
 
 def between_nodes(way: str, counts: torch.Tensor, rank: int) -> tuple[float, int]:
