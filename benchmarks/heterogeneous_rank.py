@@ -27,10 +27,10 @@ from torch import nn
 import whale as wh
 from whale.annotations import discover
 from whale.engine.capture import capture
-from whale.engine.measure import calibrate, measure_layers
-from whale.engine.measure_links import Together
+from whale.engine.measure import calibrate, card_of
+from whale.engine.measure_layers import heaviest, measure_layers
+from whale.engine.measure_links import Together, measure_contention
 from whale.errors import PlanError
-from whale.ir.profile import Profile
 from whale.models.registry import optimizer_factory, preset
 
 WARM_UP = 2
@@ -106,6 +106,8 @@ class Bench:
             seconds=time.monotonic() - started,
             links=[[*k, *v] for k, v in self.base.links.items()],
             memory=[d.memory_bytes for d in self.base.devices],
+            contention=self.base.contention,
+            lost=[d.lost for d in self.base.devices],
         )
 
     def say(self, name: str, **values: Any) -> None:
@@ -138,14 +140,21 @@ class Bench:
                 repeats=3,
                 budget_s=25.0,
                 synchronize=together.wait,
+                turn=together.turns(card_of(self.device)),
             )
-            everyone = together.gather(layers)
+            with heaviest(model, captured, layers, self.device) as load:
+                lost, contention = measure_contention(
+                    self.num_ranks, self.device, load, symmetric=self.symmetric
+                )
+            everyone = together.gather((layers, lost))
         devices = tuple(
-            replace(device, layers=found)
-            for device, found in zip(self.base.devices, everyone, strict=True)
+            replace(device, layers=found, lost=part)
+            for device, (found, part) in zip(self.base.devices, everyone, strict=True)
         )
+        self.say(f"{name}: calibrated", contention=contention, lost=[p for _, p in everyone])
         path = self.folder / f"{name}-{self.rank}.json"
-        Profile(devices=devices, links=self.base.links, about=f"Layers of {name}").write(path)
+        about = f"Layers of {name}"
+        replace(self.base, devices=devices, contention=contention, about=about).write(path)
         return path
 
     def alone(self, size: Size, rows: int) -> list[float]:
@@ -237,7 +246,7 @@ class Bench:
 
 def _num_steps(plan: Any) -> int:
     """About six seconds of them; the same on every rank, because the prediction is."""
-    return max(2, min(8, round(6.0 / plan.predicted["step_seconds"])))
+    return max(2, min(16, round(6.0 / plan.predicted["step_seconds"])))
 
 
 def _without_dropout(model: nn.Module) -> nn.Module:

@@ -31,6 +31,8 @@ def test_all_ranks_hold_the_same_profile() -> None:
     names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
     assert set(found.links) == {(name, 2, 1) for name in names}
     assert all(latency >= 0 and speed > 0 for latency, speed in found.links.values())
+    assert found.contention is not None
+    assert all(0 <= share <= 0.9 for share in (found.contention, *(d.lost for d in found.devices)))
 
 
 def busy() -> int:

@@ -222,6 +222,11 @@ def table(profile: Profile) -> Sequence[str]:
             f"{name} of {ranks} ranks in {nodes} node(s): {latency * 1e6:.0f} us + bytes / "
             f"({speed / 1e9:.2f} GB/s)"
         )
+    if profile.contention is not None and profile.links:
+        lost = max(device.lost for device in profile.devices)
+        lines.append(
+            f"side by side: sums are {profile.contention:.0%} slower, computes up to {lost:.0%}"
+        )
     return lines
 
 

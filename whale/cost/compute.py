@@ -198,11 +198,15 @@ class CostModel:
             return self.profile.device(kind.profile).launch_s
         return 0.0 if kind.type == "CPU" else LAUNCH_S
 
+    def alone(self, index: int, rank: int) -> float:
+        """A Layer's seconds while neighbours on the card rest, over those with all at work."""
+        times = self._measured(self.graph.layers[index], self._kinds[rank])
+        return times.alone if times is not None else 1.0
+
     def apply_s(self, rank: int, parameter_bytes: float) -> float:
         """Seconds of the update of so many bytes of parameters on a rank."""
         kind = self._kinds[rank]
-        # Weights, gradients and state are read, weights and state written.
-        moved = parameter_bytes * (3.0 + 2.0 * self.training.state_tensors)
+        moved = parameter_bytes * _ADAMW_TENSORS * _passes(self.training) / _passes(Training())
         speed: float | None = None
         if kind.profile is not None and self.profile is not None:
             speed = self.profile.device(kind.profile).apply_bytes_per_s
@@ -240,6 +244,22 @@ class CostModel:
 
 CONTEXT_BYTES = 700_000_000
 """A CUDA context with cuBLAS and NCCL buffers, as seen on V100 to H200 (0.5 to 0.9 GB)."""
+
+
+_ADAMW_TENSORS = 7.0
+"""What `apply_bytes_per_s` counts per parameter: weight, gradient and two states read, weight and
+states written."""
+
+
+def _passes(training: Training) -> float:
+    """How often the update reads or writes a tensor as large as the parameters, in torch's kernels.
+
+    Three times to zero the gradients and to divide them; then AdamW 21 times (8 kernels), SGD with
+    momentum 8 (3 kernels), without it 3; others as AdamW does by their states.
+    """
+    if training.optimizer == "SGD":
+        return 3.0 + (8.0 if training.state_tensors else 3.0)
+    return 6.0 + 9.0 * training.state_tensors
 
 
 def _kept_part(layer: Layer, part: float) -> float:

@@ -22,7 +22,7 @@ from whale.ir.expand import SubAction, layer_actions
 from whale.ir.homes import ITEM_BYTES, Bucket, Stretch, all_syncs, rank_buckets
 from whale.ir.model_graph import Layer, ModelGraph
 from whale.ir.plan import Home, Plan, StageLayer, StagePlan
-from whale.ir.prices import DevicePrice, MessagePrice, Prices, ReducePrice, StagePrice
+from whale.ir.prices import CONTENTION, DevicePrice, MessagePrice, Prices, ReducePrice, StagePrice
 
 _NORM_BYTES = 8192
 """A batch norm's sums: two numbers per channel; what counts is the latency."""
@@ -53,6 +53,8 @@ class _Pricer:
     def prices(self, binds: Mapping[int, str]) -> Prices:
         stages = [p for stage in self.plan.stages for p in self._stage(stage)]
         devices = tuple(self._device(r, binds.get(r, "")) for r in range(self.plan.num_ranks))
+        profile = self.costs.profile
+        measured = profile.contention if profile is not None else None
         return Prices(
             stages=tuple(stages),
             messages=tuple(self._messages()),
@@ -62,10 +64,11 @@ class _Pricer:
             lower_bound_s=lower_bound_s(self.costs, self.plan.batch_rows),
             cluster=str(self.costs.cluster),
             sources=(
-                f"profile: {self.costs.profile.about or 'measured'}"
-                if self.costs.profile is not None
+                f"profile: {profile.about or 'measured'}"
+                if profile is not None
                 else "data sheets (no profile)",
             ),
+            contention=CONTENTION if measured is None else measured,
         )
 
     # ---- compute --------------------------------------------------------------------------------
@@ -155,7 +158,7 @@ class _Pricer:
         )
 
     def _lane(self, stage: StagePlan, replica: int, ranks: tuple[int, ...]) -> StagePrice:
-        forward = backward = weight = collective = kept = 0.0
+        forward = backward = weight = collective = kept = alone = 0.0
         has_rows = any(self.part(layer.taskgraph, r).rows for layer in stage.layers for r in ranks)
         for layer in stage.layers if has_rows else ():
             index = self.index[layer.path]
@@ -171,6 +174,7 @@ class _Pricer:
             forward += max(t[0] for t in times)
             backward += max(t[1] for t in times)
             weight += _weight_share(found) * max(t[1] for t in times)
+            alone += max(sum(t) for t in times) * self.costs.alone(index, ranks[0])
             kept += max(self.costs.kept_bytes(index, rank, *part) for rank, part in parts.items())
             there = self._collectives(stage, layer, found, ranks[0], backward=False)
             back = self._collectives(stage, layer, found, ranks[0], backward=True)
@@ -186,6 +190,7 @@ class _Pricer:
             weight_s=weight,
             collective_s=collective,
             kept_bytes=int(kept + self._received(stage, rows)),
+            alone=(alone + collective) / (forward + backward) if forward else 1.0,
         )
 
     def _received(self, stage: StagePlan, rows: float) -> float:
@@ -333,6 +338,8 @@ class _Pricer:
         total = parameters + gradients * (1.0 + training.state_tensors)
         slack = 0.0 if self.costs.cluster.devices[rank].type == "CPU" else ALLOCATOR_SLACK
         reserve = self.costs.reserved(rank) + slack * (total + workspace)
+        profile = self.costs.profile
+        measured = profile.device(rank) if profile is not None else None
         return DevicePrice(
             rank=rank,
             node=self.costs.cluster.devices[rank].node,
@@ -349,6 +356,8 @@ class _Pricer:
             power_watts=self.costs.cluster.type_of(rank).tdp_watts,
             paced=self.costs.cluster.devices[rank].pace_flops is not None,
             binds=binds,
+            card=measured.card if measured is not None else "",
+            lost=measured.lost if measured is not None else 0.0,
         )
 
     def _workspace(self, rank: int) -> float:

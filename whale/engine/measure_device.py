@@ -28,10 +28,12 @@ Case = tuple[Work, float, float]
 _TARGET_S = {"cuda": 4e-3, "cpu": 2e-3}
 _LONGEST_S = {"cuda": 20e-3, "cpu": 15e-3}
 _ROUNDS = 5
+_LOADED_S = 40e-3
+"""With all ranks at work: long against the gaps between rounds, in which neighbours have it all."""
 
 _TENSORS_READ_AND_WRITTEN = 7.0
-"""By AdamW, per parameter: weight, gradient and 2 states read, weight and states written. The same
-as in `cost.compute.CostModel.apply_s`."""
+"""By AdamW at its best, per parameter: weight, gradient and 2 states read, weight and states
+written. The same as in `cost.compute.CostModel.apply_s`."""
 
 
 def default_dtypes(device: torch.device) -> tuple[str, ...]:
@@ -56,11 +58,18 @@ def measure_rates(
         for name in names:
             with _products_in(name), torch.no_grad():
                 points, work = _timed(cases(device, _dtype(name)), watch)
+                if synchronize is not None:
+                    # Now all are at it: what they share, memory above all, shows in the largest.
+                    going_on = work and partial(_and_wait, work, watch)
+                    synchronize(going_on)
+                    if work is not None:
+                        seconds = watch.seconds(work, target_s=_LOADED_S, rounds=_ROUNDS)
+                        points[-1] = (*points[-1][:2], seconds)
+                    synchronize(going_on)
+                    del going_on
                 if points:
                     memory = rates["memory"].get(name)
                     rates[kind][name] = _rate(kind, points, memory)
-                if synchronize is not None:
-                    synchronize(work)
             del work
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -70,7 +79,7 @@ def measure_rates(
 def _timed(
     cases: Iterator[Case], watch: Stopwatch
 ) -> tuple[list[tuple[float, float, float]], Work | None]:
-    """(FLOPs, bytes, seconds) of ever larger cases, and the largest as work to go on with."""
+    """(FLOPs, bytes, seconds) of ever larger cases, and the largest itself."""
     points: list[tuple[float, float, float]] = []
     largest: Work | None = None
     kind = watch.device.type
@@ -84,9 +93,7 @@ def _timed(
     except (RuntimeError, NotImplementedError):
         # Out of memory (larger sizes are no loss), or no kernel for this dtype on this device.
         pass
-    if largest is None:
-        return points, None
-    return points, partial(_and_wait, largest, watch)
+    return points, largest
 
 
 def _and_wait(work: Work, watch: Stopwatch) -> None:
@@ -96,9 +103,11 @@ def _and_wait(work: Work, watch: Stopwatch) -> None:
 
 def _rate(kind: str, points: Sequence[tuple[float, float, float]], memory: Rate | None) -> Rate:
     if kind == "memory":
-        fixed, per_byte = fit_line([(moved, seconds) for _, moved, seconds in points])
+        # The smallest is the launch; those between are a cache's speed, which is not the memory's.
+        _, few, fixed = points[0]
+        flops, moved, seconds = points[-1]
+        per_byte = max(seconds - fixed, 1e-3 * seconds) / max(moved - few, 0.5 * moved)
         # Elementwise work counts no FLOPs; an addition per element is what was done.
-        flops, moved, _ = points[-1]
         return Rate(
             flops_per_s=flops / (moved * per_byte), bytes_per_s=1.0 / per_byte, overhead_s=fixed
         )
@@ -213,7 +222,10 @@ def measure_launch(device: torch.device) -> float:
 
 
 def measure_apply(device: torch.device, *, synchronize: Synchronize | None = None) -> float:
-    """AdamW's speed in bytes of weights, gradients and states per second."""
+    """AdamW's speed in bytes of weights, gradients and states per second.
+
+    Dividing the gradients before it and zeroing them after it are parts of the update.
+    """
     count, numel = (24, 1 << 22) if device.type == "cuda" else (8, 1 << 18)
     if device.type == "cuda":
         # At most a twentieth of the device; the update's own scratch comes on top.
@@ -223,11 +235,26 @@ def measure_apply(device: torch.device, *, synchronize: Synchronize | None = Non
         p.grad = torch.randn_like(p)
     optimizer = torch.optim.AdamW(params, lr=1e-6)
     watch = Stopwatch(device)
-    step: Work = partial(_call, optimizer.step)
-    seconds = watch.seconds(step, target_s=20e-3, rounds=_ROUNDS)
+
+    def step() -> None:
+        # As a Step does: gradients are divided by the count, applied, and zeroed for the next one.
+        for p in params:
+            assert p.grad is not None
+            p.grad.mul_(1.0)
+        optimizer.step()
+        for p in params:
+            assert p.grad is not None
+            p.grad.zero_()
+
+    # It is memory that binds, and ranks may share it: all of them begin together.
     if synchronize is not None:
         synchronize(partial(_and_wait, step, watch))
-    del params, optimizer, step
+    seconds = watch.seconds(step, target_s=_LOADED_S, rounds=_ROUNDS)
+    if synchronize is not None:
+        synchronize(partial(_and_wait, step, watch))
+    params.clear()
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return _TENSORS_READ_AND_WRITTEN * 4.0 * count * numel / seconds

@@ -23,9 +23,15 @@ from whale.ir.profile import Links
 from whale.runtime.groups import Communicator
 
 _SIZES = {
-    "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26),
-    "cpu": (1 << 14, 1 << 18, 1 << 20, 1 << 22),
+    "cuda": (1 << 12, 1 << 24, 1 << 26, 1 << 28),
+    "cpu": (1 << 14, 1 << 22),
 }
+_LARGE = {"cuda": 1 << 26, "cpu": 1 << 22}
+_LONGEST_S = 0.3
+"""Of one collective: where it takes this long, larger ones are not tried."""
+_SUMS = (4, 256)
+"""At least and at most, in a row, while the computes they are to slow are running."""
+_MOST_LOST = 0.9
 _LONGEST_WAIT = timedelta(minutes=10)
 
 # Torch 2.13 renamed them; the old names warn there.
@@ -68,6 +74,12 @@ class Together:
                 work()
         arrived.wait()
 
+    def turns(self, place: str) -> tuple[int, int]:
+        """Which of the ranks on the card `place` this is, and the most there are on one."""
+        places = self.gather(place)
+        most = max((places.count(p) for p in places if p), default=1)
+        return (places[: self.rank].count(place) if place else 0), most
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
         if self._group is None:
@@ -86,8 +98,9 @@ def measure_links(
 ) -> Links:
     """Collectives of the whole job and messages between two ranks; every rank calls it alike.
 
-    Latency and speed are a line from the smallest of a few sizes to the largest. Bytes
-    are those on a rank's bus: 2 (n - 1) / n of an all-reduce's, (n - 1) / n of those an all-gather
+    Latency is the smallest size's; speed the mean of the larger ones' (as large as a bucket of
+    gradients, or several of them), between which protocols and caches make it differ. Bytes are
+    those on a rank's bus: 2 (n - 1) / n of an all-reduce's, (n - 1) / n of those an all-gather
     gives, a reduce-scatter takes and a rank sends in an all-to-all, all of a message's.
     `symmetric` measures what `communication.symmetric_memory` will do.
     """
@@ -106,25 +119,104 @@ def measure_links(
     )
     links: dict[tuple[str, int, int], tuple[float, float]] = {}
     for name, (collective, rounds) in _COLLECTIVES.items():
-        times = [
-            (rounds * part * 4.0 * n, _slowest(collective(n, comm, device), n, watch))
-            for n in numels
-        ]
-        links[name, num_ranks, nodes] = _line(times)
+        times = _by_size(numels, partial(collective, comm, device), watch)
+        links[name, num_ranks, nodes] = _line([(rounds * part * 4.0 * n, t) for n, t in times])
     pairs = {1: 1} if per_node > 1 else {}
     if nodes > 1:
         pairs[2] = per_node
     for span, peer in pairs.items():
+        times = _by_size(numels, partial(_ping_pong, peer, device), watch)
         # There and back.
-        times = [(4.0 * n, _slowest(_ping_pong(n, peer, device), n, watch) / 2) for n in numels]
-        links["send", 2, span] = _line(times)
+        links["send", 2, span] = _line([(4.0 * n, t / 2) for n, t in times])
     return links
 
 
+def measure_contention(
+    num_ranks: int, device: torch.device, load: Work | None = None, *, symmetric: bool = False
+) -> tuple[float, float]:
+    """What computing and summing gradients take from each other when they run side by side.
+
+    `load` is this rank's compute, which must not wait for the device; default: products and passes
+    over memory. What the two take depends on it: a kernel that fills the multiprocessors slows the
+    sum, one that leaves room is slowed by it.
+
+    Returns:
+        The share of its speed that this rank's compute loses beside a sum, and the share that a sum
+        loses while all ranks compute (the same number on every rank).
+    """
+    if num_ranks < 2:
+        return 0.0, 0.0
+    watch = Stopwatch(device)
+    comm = Communicator(
+        "links", tuple(range(num_ranks)), dist.get_rank(), dist.group.WORLD, symmetric=symmetric
+    )
+    gradients = torch.zeros(_LARGE[device.type] // 4, device=device)
+    compute = load or _load(device)
+
+    def side_by_side(num_sums: int, calls: int) -> tuple[float, float]:
+        """Seconds of the computes, and of the sums after them."""
+        found = []
+        for number in range(6):
+            dist.all_reduce(torch.zeros(1, device=device))
+            watch.synchronize()
+            start = watch.mark()
+            works = [comm.all_reduce_(gradients, async_op=True) for _ in range(num_sums)]
+            for _ in range(calls):
+                compute()
+            middle = watch.mark()
+            for work in works:
+                if work is not None:
+                    work.wait()
+            end = watch.mark()
+            if number:
+                found.append((watch.between(start, middle), watch.between(middle, end)))
+        return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
+
+    once = _per_call(compute, None, watch, 3, 3)
+    one_sum = sum(side_by_side(_SUMS[0], 0)) / _SUMS[0]
+    one_sum, longest = (_largest(t, device) for t in (one_sum, once))
+    # So many sums that they outlast the compute of every rank, whatever that loses.
+    num_sums = min(max(_SUMS[0], math.ceil(2.0 * longest / one_sum)), _SUMS[1])
+    sums = _largest(sum(side_by_side(num_sums, 0)), device)
+    calls = max(1, int(0.6 * sums / once))
+    alone = calls * _per_call(compute, None, watch, calls, 5)
+    under_load, after = side_by_side(num_sums, calls)
+    lost = 1.0 - alone / under_load
+    # What was summed while all computed, over the time that took.
+    contention = torch.tensor([1.0 - (sums - after) / under_load], dtype=torch.float64)
+    contention = contention.to(device)
+    dist.all_reduce(contention)
+    return _share(lost), _share(contention.item() / num_ranks)
+
+
+def _largest(seconds: float, device: torch.device) -> float:
+    """Of all ranks."""
+    found = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found.item())
+
+
+def _share(value: float) -> float:
+    return min(max(value, 0.0), _MOST_LOST)
+
+
+def _by_size(
+    numels: Sequence[int], make: Callable[[int], Work], watch: Stopwatch
+) -> list[tuple[int, float]]:
+    """Seconds by size, up to one that takes long; every rank has the same, so all stop alike."""
+    found: list[tuple[int, float]] = []
+    for numel in numels:
+        found.append((numel, _slowest(make(numel), numel, watch)))
+        if len(found) > 1 and found[-1][1] > _LONGEST_S:
+            break
+    return found
+
+
 def _line(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Latency from the smallest, speed from the largest: between them protocols change."""
-    (small, quick), *_, (large, slow) = times
-    return quick, (large - small) / max(slow - quick, 1e-9)
+    """Latency and bytes per second, of (bytes, seconds)."""
+    (small, quick), *others = times
+    slopes = [max(slow - quick, 1e-9) / (large - small) for large, slow in others]
+    return quick, 1.0 / statistics.fmean(slopes)
 
 
 def _slowest(work: Work, numel: int, watch: Stopwatch) -> float:
@@ -171,28 +263,45 @@ def _between(device: torch.device) -> Work:
     Long enough (about a millisecond) for NCCL's threads to go to sleep, as they do in training:
     waking them is a part of the latency.
     """
-    x = torch.randn(2048, 2048, device=device)
+    return _products(device, 2048, 8)
 
-    def products() -> None:
+
+def _load(device: torch.device) -> Work:
+    """Compute of both kinds, in about equal parts: products, and passes over memory."""
+    products = _products(device, *((2048, 8) if device.type == "cuda" else (256, 8)))
+    x = torch.zeros(1 << (24 if device.type == "cuda" else 19), device=device)
+
+    def work() -> None:
+        products()
         for _ in range(8):
+            x.add_(1.0)
+
+    return work
+
+
+def _products(device: torch.device, side: int, times: int) -> Work:
+    x = torch.randn(side, side, device=device)
+
+    def work() -> None:
+        for _ in range(times):
             torch.matmul(x, x)
 
-    return products
+    return work
 
 
-def _all_reduce(numel: int, comm: Communicator, device: torch.device) -> Work:
+def _all_reduce(comm: Communicator, device: torch.device, numel: int) -> Work:
     # Zeros: sums that grow from call to call would end as infinities.
     return partial(_call, comm.all_reduce_, torch.zeros(numel, device=device))
 
 
-def _all_gather(numel: int, comm: Communicator, device: torch.device) -> Work:
+def _all_gather(comm: Communicator, device: torch.device, numel: int) -> Work:
     x = torch.randn(numel // comm.size, device=device)
     if comm.shared is not None:
         return lambda: _call(partial(comm.all_gather, dim=0, sizes=[x.numel()] * comm.size), x)
     return partial(_call, _gather_single, x.new_empty(numel), x)
 
 
-def _reduce_scatter(numel: int, comm: Communicator, device: torch.device) -> Work:
+def _reduce_scatter(comm: Communicator, device: torch.device, numel: int) -> Work:
     x = torch.randn(numel, device=device)
     if comm.shared is not None:
         sizes = [numel // comm.size] * comm.size
@@ -200,7 +309,7 @@ def _reduce_scatter(numel: int, comm: Communicator, device: torch.device) -> Wor
     return partial(_call, _reduce_single, x.new_empty(numel // comm.size), x)
 
 
-def _all_to_all(numel: int, comm: Communicator, device: torch.device) -> Work:
+def _all_to_all(comm: Communicator, device: torch.device, numel: int) -> Work:
     x = torch.randn(numel, device=device)
     return partial(_call, dist.all_to_all_single, torch.empty_like(x), x)
 
@@ -209,7 +318,7 @@ def _call(collective: Callable[..., object], *args: torch.Tensor) -> None:
     collective(*args)
 
 
-def _ping_pong(numel: int, peer: int, device: torch.device) -> Work:
+def _ping_pong(peer: int, device: torch.device, numel: int) -> Work:
     """A message from rank 0 to `peer` and back; the other ranks do nothing."""
     rank, x = dist.get_rank(), torch.randn(numel, device=device)
 
@@ -224,7 +333,7 @@ def _ping_pong(numel: int, peer: int, device: torch.device) -> Work:
     return work
 
 
-_COLLECTIVES: dict[str, tuple[Callable[[int, Communicator, torch.device], Work], float]] = {
+_COLLECTIVES: dict[str, tuple[Callable[[Communicator, torch.device, int], Work], float]] = {
     "all_reduce": (_all_reduce, 2.0),
     "all_gather": (_all_gather, 1.0),
     "reduce_scatter": (_reduce_scatter, 1.0),

@@ -75,6 +75,8 @@ class LayerTime:
     backward: Curve
     kept: Curve | None = None
     """Bytes that its forward leaves on the device; None where nothing counts them (CPU)."""
+    alone: float = 1.0
+    """Seconds while neighbours on the same card rest, over those with all of them at work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,10 @@ class DeviceProfile:
     """By kind of work, then dtype."""
     layers: Mapping[str, LayerTime] = field(default_factory=dict)
     """By Layer signature."""
+    lost: float = 0.0
+    """The share of its speed that computing loses beside a sum of gradients."""
+    card: str = ""
+    """The card it is a part of, where several ranks share one."""
 
     def is_like(self, other: DeviceProfile) -> bool:
         """Whether two devices differ by no more than measuring them twice would."""
@@ -126,6 +132,8 @@ class Profile:
 
     devices: tuple[DeviceProfile, ...]
     links: Links = field(default_factory=dict)
+    contention: float | None = None
+    """The share of its speed that a sum of gradients loses while all its ranks compute."""
     about: str = ""
 
     def device(self, rank: int) -> DeviceProfile:
@@ -144,6 +152,8 @@ class Profile:
                     "reserved_bytes": d.reserved_bytes,
                     "launch_s": d.launch_s,
                     "apply_bytes_per_s": d.apply_bytes_per_s,
+                    "lost": d.lost,
+                    "card": d.card,
                     "rates": {
                         kind: {
                             dtype: [r.flops_per_s, r.bytes_per_s, r.overhead_s]
@@ -160,12 +170,14 @@ class Profile:
                                 if time.kept is not None
                                 else {}
                             ),
+                            "alone": time.alone,
                         }
                         for name, time in d.layers.items()
                     },
                 }
                 for d in self.devices
             ],
+            "contention": self.contention,
             "links": [[*shape, *figures] for shape, figures in self.links.items()],
         }
 
@@ -179,6 +191,7 @@ class Profile:
             )
         return cls(
             about=data["about"],
+            contention=data.get("contention"),
             devices=tuple(_device(d) for d in data["devices"]),
             links={
                 (name, ranks, nodes): (latency, speed)
@@ -218,6 +231,8 @@ def _device(data: Mapping[str, Any]) -> DeviceProfile:
         reserved_bytes=data["reserved_bytes"],
         launch_s=data["launch_s"],
         apply_bytes_per_s=data["apply_bytes_per_s"],
+        lost=data.get("lost", 0.0),
+        card=data.get("card", ""),
         rates={
             kind: {
                 dtype: Rate(flops_per_s=r[0], bytes_per_s=r[1], overhead_s=r[2])
@@ -230,6 +245,7 @@ def _device(data: Mapping[str, Any]) -> DeviceProfile:
                 forward=Curve(tuple((x, y) for x, y in time["forward"])),
                 backward=Curve(tuple((x, y) for x, y in time["backward"])),
                 kept=Curve(tuple((x, y) for x, y in time["kept"])) if "kept" in time else None,
+                alone=time.get("alone", 1.0),
             )
             for name, time in data["layers"].items()
         },

@@ -14,6 +14,7 @@ from torch import nn
 
 from whale.ir.homes import Bucket, Slice
 from whale.ir.sharding import Piece
+from whale.runtime import compat
 from whale.runtime.groups import Communicator, Groups, Work
 from whale.runtime.half import HalfSums, HalfWork
 
@@ -241,17 +242,14 @@ class GradientBuckets:
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiplies every gradient, once."""
-        for item in self.filled:
-            if item.whole:
-                _multiply(item.flat, factor)
-        for param in self.loose:
-            if param.grad is not None:
-                _multiply(param.grad, factor)
-
-
-def _multiply(tensor: torch.Tensor, factor: torch.Tensor) -> None:
-    if tensor.dtype.itemsize < 4:
-        # In half precision the factor itself would be rounded, by up to 0.4 % in bfloat16.
-        tensor.copy_(tensor.float().mul_(factor.float()))
-    else:
-        tensor.mul_(factor.to(tensor.dtype))
+        found = [item.flat for item in self.filled if item.whole]
+        found += [param.grad for param in self.loose if param.grad is not None]
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in found:
+            if tensor.dtype.itemsize < 4:
+                # In half precision the factor itself would be rounded, by up to 0.4 % in bfloat16.
+                tensor.copy_(tensor.float().mul_(factor.float()))
+            else:
+                by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for dtype, tensors in by_dtype.items():
+            compat.multiply(tensors, factor.to(dtype))

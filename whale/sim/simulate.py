@@ -18,6 +18,7 @@ from whale.ir.device_types import device_type
 from whale.ir.plan import Plan
 from whale.ir.prices import Prices, StagePrice
 from whale.ir.schedule import Action
+from whale.sim.finish import Runner, Sum, finish
 from whale.sim.report import DeviceReport, Event, MemoryParts, Report
 
 Orders = Mapping[int, Sequence[Action]]
@@ -26,7 +27,7 @@ Orders = Mapping[int, Sequence[Action]]
 
 @dataclass(slots=True)
 class _Lane:
-    """One replica of a device group."""
+    """One replica of a device group, or several that do the same."""
 
     group: int
     replica: int
@@ -34,10 +35,9 @@ class _Lane:
     queue: list[Action]
     position: int = 0
     clock: float = 0.0
+    free_s: float = 0.0
+    """From here on it waits for no other lane."""
     compute_s: float = 0.0
-    waited_s: float = 0.0
-    """For messages that were on their way when nothing else could run."""
-    live: dict[int, int] = field(default_factory=dict)
     held: float = 0.0
     curve: list[tuple[float, float]] = field(default_factory=list)
     last_backward: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -128,7 +128,8 @@ class _Simulation:
         if arrival is None:
             return False
         start = max(lane.clock, arrival)
-        lane.waited_s += start - lane.clock
+        if self._listens(action):
+            lane.free_s = start
         seconds = _seconds(price, action)
         end = start + seconds
         lane.compute_s += seconds * (1.0 - _communicated(price))
@@ -161,6 +162,14 @@ class _Simulation:
                 latest = max(latest, self._delivered(ready, edge, other, lane, after))
         return latest
 
+    def _listens(self, action: Action) -> bool:
+        """Whether it waits for a message from other ranks."""
+        if action.kind == "W":
+            return False
+        peers = self.links.producers if action.kind == "F" else self.links.consumers
+        own = self.links.group[action.stage]
+        return any(self.links.group[peer] != own for peer in peers[action.stage])
+
     def _delivered(
         self, ready: float, edge: tuple[int, int], other: int, lane: _Lane, kind: str
     ) -> float:
@@ -188,29 +197,72 @@ class _Simulation:
     # ---- gradients, update ----------------------------------------------------------------------
 
     def _reduce(self) -> dict[int, float]:
-        """When every rank has all its gradients."""
-        of_rank = {rank: lane for lane in self.lanes for rank in lane.ranks}
-        ready = {rank: lane.clock for rank, lane in of_rank.items()}
-        busy = dict(ready)
-        free: dict[int, float] = {}
-        released = []
+        """When every rank has all its gradients; lanes that are slowed by sums end later."""
+        of_rank = {rank: i for i, lane in enumerate(self.lanes) for rank in lane.ranks}
+        found = []
         for reduce in self.prices.reduces:
-            moments = [
-                self._released(of_rank[rank], reduce.stage, reduce.after)
-                for rank in reduce.ranks
-                if rank in of_rank
-            ]
-            released.append((max(moments, default=0.0), reduce))
-        for number, (moment, reduce) in enumerate(sorted(released, key=lambda item: item[0])):
-            begin = max([moment, *(free.get(rank, 0.0) for rank in reduce.ranks)])
-            end = _under_load(begin, reduce.seconds, [busy[r] for r in reduce.ranks if r in busy])
-            for rank in reduce.ranks:
-                free[rank] = end
-                ready[rank] = max(ready.get(rank, 0.0), end)
+            users = sorted({of_rank[rank] for rank in reduce.ranks if rank in of_rank})
+            released = tuple(
+                (i, self._released(self.lanes[i], reduce.stage, reduce.after)) for i in users
+            )
+            item = Sum(ranks=reduce.ranks, seconds=reduce.seconds, released=released)
+            found.append((max((t for _, t in released), default=0.0), reduce.nbytes, item))
+        found.sort(key=lambda entry: entry[0])
+        runners = self._runners(of_rank)
+        finish(runners, [item for _, _, item in found], self.prices.contention)
+        self._retime(runners)
+        ready = {rank: self.lanes[i].clock for rank, i in of_rank.items()}
+        for number, (_, nbytes, item) in enumerate(found):
+            for rank in item.ranks:
+                ready[rank] = max(ready.get(rank, 0.0), item.end_s)
             if self.keep:
-                name = f"sum of {reduce.nbytes / 1e6:.1f} MB over {len(reduce.ranks)}"
-                self._event(reduce.ranks, "reduce", f"{name} ({number})", begin, end, None)
+                name = f"sum of {nbytes / 1e6:.1f} MB over {len(item.ranks)} ({number})"
+                self._event(item.ranks, "reduce", name, item.begin_s, item.end_s, None)
         return ready
+
+    def _runners(self, of_rank: Mapping[int, int]) -> list[Runner]:
+        """The lanes as `finish` sees them."""
+        cards: dict[str, set[int]] = {}
+        for device in self.prices.devices:
+            if device.card and device.rank in of_rank:
+                cards.setdefault(device.card, set()).add(of_rank[device.rank])
+        runners = []
+        for i, lane in enumerate(self.lanes):
+            mine = {self.prices.devices[rank].card for rank in lane.ranks} - {""}
+            stages = self.plan.schedule.groups[lane.group]
+            prices = [
+                self.price[s, lane.replica] for s in stages if (s, lane.replica) in self.price
+            ]
+            total = sum(p.forward_s + p.backward_s for p in prices)
+            alone = sum(p.alone * (p.forward_s + p.backward_s) for p in prices)
+            runners.append(
+                Runner(
+                    ranks=lane.ranks,
+                    free_s=lane.free_s,
+                    end_s=lane.clock,
+                    lost=max(self.prices.devices[rank].lost for rank in lane.ranks),
+                    alone=alone / total if total else 1.0,
+                    neighbours=tuple(sorted(set().union(*(cards[c] for c in mine)) - {i})),
+                )
+            )
+        return runners
+
+    def _retime(self, runners: Sequence[Runner]) -> None:
+        """What was put on the clock before the others' work was known, moved to where it is."""
+        moved: dict[int, Runner] = {}
+        for lane, runner in zip(self.lanes, runners, strict=True):
+            if len(runner.path) > 1:
+                end = runner.real(lane.clock)
+                lane.compute_s += end - lane.clock
+                lane.clock = end
+                lane.curve = [(runner.real(t), held) for t, held in lane.curve]
+                moved |= dict.fromkeys(lane.ranks, runner)
+        self.events = [
+            replace(e, start_s=moved[e.rank].real(e.start_s), end_s=moved[e.rank].real(e.end_s))
+            if e.rank in moved
+            else e
+            for e in self.events
+        ]
 
     def _released(self, lane: _Lane, stage: int, after: float) -> float:
         found = lane.last_backward.get(stage)
@@ -350,25 +402,6 @@ class _Simulation:
                     micro_batch=action.micro_batch if action is not None else None,
                 )
             )
-
-
-CONTENTION = 0.5
-"""How much slower a gradient sum is while all its ranks compute: both want the same memory and
-multiprocessors. Seen on BERT-Large over two virtual GPUs of an H200, where 0.3 s of sums took
-0.5 s beside the backward; Echo (2024) fits the same effect."""
-
-
-def _under_load(begin: float, seconds: float, busy_until: Sequence[float]) -> float:
-    """When communication that starts at `begin` ends; ranks that still compute slow it down."""
-    clock, left = begin, seconds
-    for until in sorted(t for t in busy_until if t > begin):
-        loaded = sum(t > clock for t in busy_until) / len(busy_until)
-        speed = 1.0 - CONTENTION * loaded
-        if left <= (until - clock) * speed:
-            return clock + left / speed
-        left -= (until - clock) * speed
-        clock = until
-    return clock + left
 
 
 def _seconds(price: StagePrice, action: Action) -> float:

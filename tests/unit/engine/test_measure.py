@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from whale.engine import measure
+from whale.engine import measure_layers as layers
 from whale.engine.capture import capture
-from whale.engine.measure import (
+from whale.engine.measure import calibrate
+from whale.engine.measure_device import (
     available_memory,
-    calibrate,
     measure_apply,
     measure_launch,
-    measure_layers,
-    measure_links,
     measure_rates,
 )
+from whale.engine.measure_layers import heaviest, measure_layers
+from whale.engine.measure_links import measure_contention, measure_links
 from whale.engine.stopwatch import fit_line
-from whale.ir.profile import DeviceProfile, Profile
+from whale.ir.profile import Curve, DeviceProfile, Profile
 from whale.models.registry import preset
 
 CPU = torch.device("cpu")
@@ -107,7 +110,7 @@ def test_layers_with_structured_outputs_in_place_work_and_two_calls() -> None:
     }
     # Batch norm refuses to train on one row.
     assert rows == {"Linear": [1, 2, 3], "Pairs": [2, 3]}
-    assert measure._num_calls(captured, "last") == 2
+    assert layers._num_calls(captured, "last") == 2
     assert model.pairs.norm.num_batches_tracked == 0
     assert model.pairs.relu.inplace
 
@@ -159,16 +162,16 @@ def test_rows_that_do_not_fit_end_the_curve_and_ranks_stay_in_step() -> None:
 
 def test_a_very_wide_linear_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may not fit whole; its time is that of the part, as many times as it is wider."""
-    monkeypatch.setattr(measure, "_MOST_WEIGHTS", 4 * 25)
+    monkeypatch.setattr(layers, "_MOST_WEIGHTS", 4 * 25)
     widths: list[int] = []
-    plain = measure._Bench._timed
+    plain = layers._Bench._timed
 
     def timed(self: Any, rows: int, repeats: int, budget_s: float) -> tuple[float, float]:
         widths.append(self.layer.out_features)
         plain(self, rows, repeats, budget_s)
         return 1.0, 2.0
 
-    monkeypatch.setattr(measure._Bench, "_timed", timed)
+    monkeypatch.setattr(layers._Bench, "_timed", timed)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 100, bias=False))
         batch = (torch.empty(2, 8), torch.empty(2, 100))
@@ -176,6 +179,53 @@ def test_a_very_wide_linear_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) ->
     assert widths == [4, 25]
     small, wide = (found[layer.signature] for layer in captured.graph.layers)
     assert (small.forward.at(2), wide.forward.at(2), wide.backward.at(2)) == (1.0, 4.0, 8.0)
+
+
+def test_neighbours_on_a_card_rest_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Layer once more, alone; all ranks make the same calls, whatever their turn."""
+    times: list[float] = []
+    waits: list[bool] = []
+
+    def timed(self: Any, rows: int, repeats: int, budget_s: float) -> tuple[float, float]:
+        return times.pop(0), 0.0
+
+    monkeypatch.setattr(layers._Bench, "_timed", timed)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(6, 4)
+    target = torch.randn(6, 2)
+    for mine in range(3):
+        waits.clear()
+        times[:] = [1.0, 2.0, 1.5, 1.0, 2.0, 1.98]
+        captured, found = measured(
+            model,
+            (x, target),
+            (1, 2),
+            synchronize=lambda work: waits.append(work is None),
+            turn=(mine, 3),
+        )
+        ratios = [found[layer.signature].alone for layer in captured.graph.layers]
+        # The second differs by no more than noise does.
+        assert ratios == [0.75, 1.0]
+        assert len(waits) == 2 * (2 + 3)
+
+
+def test_the_load_beside_sums_is_the_layer_that_takes_longest() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    captured, found = measured(model, (torch.randn(6, 4), torch.randn(6, 2)), (1, 2))
+    first, _, last = (layer.signature for layer in captured.graph.layers)
+    # Twice 3 is more than 5.
+    by_hand = {
+        first: replace(found[first], forward=Curve.of({2: 3.0}), backward=Curve.of({2: 0.0})),
+        last: replace(found[last], forward=Curve.of({2: 5.0}), backward=Curve.of({2: 0.0})),
+    }
+    before = [p.clone() for p in model.parameters()]
+    with heaviest(model, captured, by_hand, CPU) as load, FlopCounterMode(display=False) as counter:
+        assert load is not None
+        load()
+    # 2 rows through 4 x 4, forward and the weight's gradient: its input is data.
+    assert counter.get_total_flops() == 2 * 2 * 2 * 4 * 4
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with heaviest(None, None, {}, CPU) as nothing:
+        assert nothing is None
 
 
 def test_no_budget_leaves_the_smallest_size() -> None:
@@ -205,6 +255,7 @@ def test_a_device_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert 0 < available_memory(CPU)[0] < whole
     assert measure_links(1, CPU) == {}
+    assert measure_contention(1, CPU) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -225,13 +276,13 @@ def test_lines(points: list[tuple[float, float]], fixed: float, slope: float | N
 
 
 def test_ranks_that_share_a_card_share_its_memory() -> None:
-    def device(memory: int) -> DeviceProfile:
-        return DeviceProfile(type="H200", memory_bytes=memory)
+    def device(memory: int, card: str) -> tuple[DeviceProfile, int]:
+        return DeviceProfile(type="H200", memory_bytes=memory, card=card), 100
 
-    found = [(device(90), ("a", 100)), (device(90), ("a", 100)), (device(60), ("b", 100))]
-    assert [d.memory_bytes for d in measure._shared(found)] == [45, 45, 60]
-    limited = [(device(60), ("a", 100)), (device(30), ("a", 100))]
-    assert [d.memory_bytes for d in measure._shared(limited)] == [60, 30]
+    found = measure._shared([device(90, "a"), device(90, "a"), device(60, "b")])
+    assert [(d.memory_bytes, d.card) for d in found] == [(45, "a"), (45, "a"), (60, "")]
+    limited = measure._shared([device(60, "a"), device(30, "a")])
+    assert [d.memory_bytes for d in limited] == [60, 30]
 
 
 def test_a_profile_goes_to_json_and_back() -> None:
