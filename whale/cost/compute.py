@@ -20,8 +20,18 @@ from whale.ir.model_graph import Layer, ModelGraph, Parameter, Work
 from whale.ir.profile import LayerTime, Profile, Rate
 
 # Backward over forward: both operands of a product get a gradient; flash attention computes its
-# scores again (5 products for 2); elementwise backward reads what forward wrote and the gradient.
-_BACKWARD = {"matmul": 2.0, "conv": 2.0, "attention": 2.5, "rnn": 2.0, "memory": 2.0}
+# scores again (5 products for 2); elementwise backward reads what forward wrote and the gradient;
+# dropout makes its mask again.
+_BACKWARD = {
+    "matmul": 2.0,
+    "conv": 2.0,
+    "attention": 2.5,
+    "rnn": 2.0,
+    "memory": 2.0,
+    "dropout": 1.0,
+}
+# On a CPU the mask is not made in a kernel of its own but by 28 passes over int64 coordinates.
+_CPU_DROPOUT = 28.0 * 16.0 / 31.0
 # Of a split block, norms, dropout and residuals stay whole: 10 of 34 units of activations
 # (Korthikanti et al. 2022, section 4.1); its data movement is taken to follow.
 _WHOLE_PART = 10.0 / 34.0
@@ -180,6 +190,8 @@ class CostModel:
             scale = _scaled(work.kind, part) if layer.splits else 1.0
             flops = work.flops.at(rows) * times * scale
             moved = work.moved.at(rows) * times * scale
+            if work.kind == "dropout" and kind.type == "CPU":
+                moved *= _CPU_DROPOUT
             rate = self._rate(kind, work, self._dtypes[index])
             seconds += rate.seconds(work.calls * times, flops, moved)
             calls += work.calls * times
@@ -187,11 +199,12 @@ class CostModel:
 
     def _rate(self, kind: _Kind, work: Work, dtype: str) -> Rate:
         name = "tf32" if dtype == "float32" and self.training.tf32 else dtype
+        like = "memory" if work.kind == "dropout" else work.kind
         if kind.profile is not None and self.profile is not None:
-            rates = self.profile.device(kind.profile).rates.get(work.kind, {})
+            rates = self.profile.device(kind.profile).rates.get(like, {})
             if name in rates:
                 return rates[name]
-        return default_rate(kind.type, work.kind, name)
+        return default_rate(kind.type, like, name)
 
     def _launch(self, kind: _Kind) -> float:
         if kind.profile is not None and self.profile is not None:
@@ -272,7 +285,7 @@ def _kept_part(layer: Layer, part: float) -> float:
 
 
 def _scaled(kind: str, part: float) -> float:
-    return part if kind != "memory" else _WHOLE_PART + (1.0 - _WHOLE_PART) * part
+    return part if kind not in ("memory", "dropout") else _WHOLE_PART + (1.0 - _WHOLE_PART) * part
 
 
 def _dtype(parameters: Mapping[str, Parameter], layer: Layer) -> str:

@@ -91,7 +91,8 @@ class SplitOption:
 class Work:
     """The operations of one kind in a Layer's forward: what the cost model prices.
 
-    Kinds: `matmul`, `conv`, `attention`, `rnn`, and `memory` for all that only moves data.
+    Kinds: `matmul`, `conv`, `attention`, `rnn`, `dropout` (keyed), and `memory` for all else, which
+    only moves data.
     """
 
     kind: str
