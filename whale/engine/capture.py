@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,10 +242,12 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
     if split_layers:
         refuse_balance(model, "by code that a `split` cannot see into")
+    # Where nothing is annotated, `auto` may choose to split the largest.
+    considered = split_layers if any(tags.values()) else large_layers(model, layers)
     refusal: CaptureError | None = None
     program: Program | None = None
     try:
-        first, second = (_run(model, batch, loss, r, split_layers, True) for r in ROWS)
+        first, second = (_run(model, batch, loss, r, considered, True) for r in ROWS)
         assert first.program is not None and second.program is not None
         program = merge(first.program, second.program, ROWS)
     except WhaleError as error:
@@ -277,6 +280,23 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
         random=_random_calls(first.calls, second.calls),
         examples=examples,
     )
+
+
+LARGE = 0.25
+"""Of a model's parameters: a smaller Layer is not worth gathering the rows of all replicas for."""
+
+
+def large_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+    """Linears and embeddings that hold much of the model, and share no weight."""
+    users = Counter(id(p) for layer in layers.values() for p in layer.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    return {
+        path
+        for path, layer in layers.items()
+        if isinstance(layer, nn.Linear | nn.Embedding)
+        and sum(p.numel() for p in layer.parameters()) >= LARGE * total
+        and all(users[id(p)] == 1 for p in layer.parameters())
+    }
 
 
 def _random_calls(

@@ -107,6 +107,12 @@ def _interleavings(counts: Sequence[int], num_groups: int) -> Iterator[tuple[int
 # ---- auto: everything is open --------------------------------------------------------------------
 
 
+def micro_batches(config: Config, batch_rows: int) -> list[int]:
+    """Numbers of micro-batches to consider."""
+    fixed = config.pipeline.num_micro_batch
+    return [fixed] if fixed > 1 else [m for m in MICRO_BATCHES if m <= batch_rows]
+
+
 def automatic(
     costs: CostModel, config: Config, batch_rows: int, rejected: list[str]
 ) -> Iterator[Candidate]:
@@ -114,7 +120,7 @@ def automatic(
     graph = costs.graph
     asked = config.pipeline.num_stages
     fixed = config.pipeline.num_micro_batch
-    counts = [fixed] if fixed > 1 else [m for m in MICRO_BATCHES if m <= batch_rows]
+    counts = micro_batches(config, batch_rows)
     if asked in (None, 1):
         for count in counts:
             text = f"data parallel, {count} micro-batches" if count > 1 else "data parallel"
@@ -210,10 +216,11 @@ def _kind(costs: CostModel, groups: list[tuple[int, ...]], rows: int) -> GroupKi
 def _with_feed(graph: ModelGraph, num_micro_batch: int, schedule: str) -> ModelGraph:
     if num_micro_batch == 1:
         return graph
-    return _tagged(graph, [(range(len(graph.layers)), (_feed(num_micro_batch, schedule),))])
+    return tagged(graph, [(range(len(graph.layers)), (feed(num_micro_batch, schedule),))])
 
 
-def _feed(num_micro_batch: int, schedule: str) -> Scope:
+def feed(num_micro_batch: int, schedule: str) -> Scope:
+    """The scope that says how many micro-batches there are."""
     return Scope(
         kind="pipeline",
         uid=-1,
@@ -235,11 +242,12 @@ def _staged(
     for number, stage in enumerate(chain.stages):
         ranks = next(taken[stage.kind])
         scope = Scope(kind="stage", uid=-2 - number, where="auto", ranks=tuple(sorted(ranks)))
-        parts.append((range(stage.start, stage.end), (_feed(num_micro_batch, schedule), scope)))
-    return _tagged(graph, parts)
+        parts.append((range(stage.start, stage.end), (feed(num_micro_batch, schedule), scope)))
+    return tagged(graph, parts)
 
 
-def _tagged(graph: ModelGraph, parts: Sequence[tuple[range, Tag]]) -> ModelGraph:
+def tagged(graph: ModelGraph, parts: Sequence[tuple[range, Tag]]) -> ModelGraph:
+    """The graph with TaskGraphs of these Layers, in the order they run."""
     taskgraphs, layers = [], list(graph.layers)
     for index, (members, tag) in enumerate(parts):
         taskgraphs.append(TaskGraph(index=index, tag=tag, layers=tuple(members)))

@@ -21,11 +21,12 @@ from whale.ir.model_graph import ModelGraph, TaskGraph, assign_stages
 from whale.ir.plan import Group, Plan, SplitLayer, StageLayer, StagePlan, TaskGraphPlan
 from whale.ir.profile import Profile
 from whale.ir.schedule import Action, Schedule
-from whale.planner.candidates import Candidate, automatic, orders
+from whale.planner.candidates import Candidate, automatic, micro_batches, orders
 from whale.planner.placement import Placement, feeding, place, stages_of
 from whale.planner.schedules import canonical_kind, rank_actions
 from whale.planner.shares import Shares
 from whale.planner.splits import choose_splits, make_homes, users_of
+from whale.planner.tensor import around_large
 from whale.sim.simulate import simulate
 
 
@@ -55,6 +56,8 @@ def make_plan(
     auto = config.auto.auto_parallel and not any(t.tag for t in graph.taskgraphs)
     if auto:
         found = list(automatic(costs, config, batch_rows, rejected))
+        if config.pipeline.num_stages in (None, 1):
+            found += around_large(costs, config, micro_batches(config, batch_rows))
     else:
         num_groups = min(len(stages_of(graph, config)), cluster.num_devices)
         found = list(orders(costs, num_groups, config))
