@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from whale.errors import AnnotationError
+from whale.errors import AnnotationError, ClusterError
 from whale.ir.cluster import Cluster, DeviceSlice
 from whale.ir.strategy import Scope, Tag, check_nesting
 
@@ -251,7 +251,7 @@ def discover() -> Cluster:
 
 
 def cluster(
-    spec: str | Cluster | None = None, layout: str | Mapping[str, Any] = "all"
+    spec: str | Cluster | ClusterLayout | None = None, layout: str | Mapping[str, Any] = "all"
 ) -> ClusterLayout:
     """The devices, discovered or described by `spec`, cut by `layout` into `.slices`.
 
@@ -261,6 +261,14 @@ def cluster(
         devices = discover()
     elif isinstance(spec, Cluster):
         devices = spec
+    elif isinstance(spec, ClusterLayout):
+        devices = spec.cluster
+    elif not isinstance(spec, str):
+        raise ClusterError(
+            f"a cluster of type {type(spec).__name__}; allowed: a text such as 1x8xV100-32GB, the "
+            "path of a TOML file, or what wh.cluster returns",
+            hint="describe the devices as NODESxGPUSxTYPE",
+        )
     else:
         devices = Cluster.from_toml(spec) if spec.endswith(".toml") else Cluster.parse(spec)
     return ClusterLayout(devices, devices.layout(layout))

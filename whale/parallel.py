@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from whale.annotations import ambient_cluster, discover
+from whale.annotations import ClusterLayout, ambient_cluster, discover
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.cost.compute import Training
@@ -95,7 +95,7 @@ def parallelize(
     batch: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     config: Config | Mapping[str, Any] | None = None,
-    cluster: str | Cluster | None = None,
+    cluster: str | Cluster | ClusterLayout | None = None,
     plan: Plan | None = None,
     outputs: Mapping[str, Merge] | None = None,
 ) -> Step:
@@ -166,7 +166,7 @@ def parallelize(
 def plan(
     model: nn.Module,
     *,
-    cluster: str | Cluster | None = None,
+    cluster: str | Cluster | ClusterLayout | None = None,
     batch: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     config: Config | Mapping[str, Any] | None = None,
@@ -244,7 +244,7 @@ def _config(config: Config | Mapping[str, Any] | None) -> Config:
     return config if isinstance(config, Config) else Config.from_dict(config)
 
 
-def _cluster(cluster: str | Cluster | None) -> Cluster:
+def _cluster(cluster: str | Cluster | ClusterLayout | None) -> Cluster:
     if cluster is not None:
         return make_cluster(cluster).cluster
     ambient = ambient_cluster()

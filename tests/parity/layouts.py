@@ -277,6 +277,14 @@ HETEROGENEOUS: dict[str, Layout] = {
             {**AUTO, **pipeline("1f1b", 3), "pipeline.num_stages": 2},
             paces=(2e12, 2e12, 1e5),
         ),
+        # Data parallel on two of three: the third is in no sum either.
+        Layout(
+            "aware-subset",
+            3,
+            _plain,
+            {**AUTO, "pipeline.num_stages": 1},
+            paces=(2e12, 2e12, 1e5),
+        ),
         Layout("aware-auto", 4, _plain, {**AUTO}, paces=(3e12, 1e12, 1e12, 1e12)),
     )
 }

@@ -24,7 +24,9 @@ def test_a_hardware_aware_plan_is_equal_to_one_device(case: str, layout: str) ->
     shares = worst["rows"]
     assert sum(shares) == pytest.approx(1.0)
     assert len(set(shares)) > 1, "the devices are unequal, and so must the shares be"
-    if layout in ("aware-idle", "aware-unused"):
+    if layout == "aware-subset":
+        assert worst["stages"] in ([(0, 1)], [(0,)], [(1,)]), "the slow one is left out altogether"
+    if layout in ("aware-idle", "aware-unused", "aware-subset"):
         slow = 1 if layout == "aware-idle" else 2
         assert shares[slow] == 0.0, "a device that only slows the others down gets nothing"
     if layout == "aware-order":

@@ -6,6 +6,7 @@ from the registry; `file.py:factory` is called as `whale verify` calls it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,7 @@ def captured(
     return PlanSubject(
         graph=made.graph,
         rows=batches.num_rows(batch),
-        precision=precision or "fp32",
+        precision=precision or _precision_of(model),
         refusal=made.refusal,
     )
 
@@ -85,6 +86,15 @@ def _preset(
         about=preset.about,
         refusal=made.refusal,
     )
+
+
+def _precision_of(model: nn.Module) -> str:
+    """What most of its weights are in; what no flag names counts as fp32."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    names = {dtype: name for name, dtype in _DTYPES.items() if name != "tf32"}
+    return names.get(sizes.most_common(1)[0][0], "fp32") if sizes else "fp32"
 
 
 def _cast(model: nn.Module, batch: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:

@@ -148,7 +148,7 @@ def _call(path: str, factory: str) -> Any:
         return getattr(module, factory)()
     except WhaleError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{path}:{factory} failed: {type(error).__name__}: {error}",
             hint=f"try it alone: python -c 'import {file.stem}; {file.stem}.{factory}()'",

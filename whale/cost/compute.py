@@ -14,7 +14,7 @@ from whale.cost.comm import Fabric
 from whale.cost.rates import LAUNCH_S, default_rate
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster, Device
-from whale.ir.device_types import device_type
+from whale.ir.device_types import DEVICE_TYPES, device_type
 from whale.ir.homes import ITEM_BYTES
 from whale.ir.model_graph import Layer, ModelGraph, Parameter, Work
 from whale.ir.profile import LayerTime, Profile, Rate
@@ -77,6 +77,8 @@ class CostModel:
                 f"{cluster.num_devices}",
                 hint="calibrate on the devices you plan for, one rank each",
             )
+        if profile is not None:
+            _check_types(profile, cluster)
         self.graph, self.cluster = graph, cluster
         self.training = training or Training()
         self.profile = profile
@@ -122,10 +124,13 @@ class CostModel:
         return self._kinds[rank], self.capacity(rank)
 
     def capacity(self, rank: int) -> int:
-        """Bytes a rank may use."""
-        if self.profile is not None:
-            return self.profile.device(rank).memory_bytes
-        return self.cluster.devices[rank].memory_bytes
+        """Bytes a rank may use: what was measured, unless the cluster's description gives less."""
+        device = self.cluster.devices[rank]
+        if self.profile is None:
+            return device.memory_bytes
+        measured = self.profile.device(rank).memory_bytes
+        given = device.memory_bytes != device_type(device.type).memory_bytes
+        return min(measured, device.memory_bytes) if given else measured
 
     def forward_s(self, layer: int, rank: int, rows: float, part: float = 1.0) -> float:
         """Seconds of one forward; `part` is the share of a split Layer's width."""
@@ -253,6 +258,17 @@ class CostModel:
         else:
             kept = layer.kept.at(rows)
         return kept * (_kept_part(layer, part) if layer.splits else 1.0)
+
+
+def _check_types(profile: Profile, cluster: Cluster) -> None:
+    for device in cluster.devices:
+        measured = profile.device(device.rank).type
+        if measured in DEVICE_TYPES and measured != device.type:
+            raise PlanError(
+                f"rank {device.rank} is a {device.type} in the cluster and a {measured} in the "
+                "profile",
+                hint="calibrate on the devices you plan for",
+            )
 
 
 CONTEXT_BYTES = 700_000_000

@@ -64,7 +64,8 @@ class _Pricer:
             lower_bound_s=lower_bound_s(self.costs, self.plan.batch_rows),
             cluster=str(self.costs.cluster),
             sources=(
-                f"profile: {profile.about or 'measured'}"
+                f"profile: {profile.about or 'measured'}; its speeds, links and memory count, not "
+                "the cluster's"
                 if profile is not None
                 else "data sheets (no profile)",
             ),
@@ -372,10 +373,10 @@ class _Pricer:
         found = [0] * self.plan.num_ranks
         for stage in self.plan.stages:
             device = stage.virtual_device
-            spans = _spans(device.row_cuts(self.plan.batch_rows))
-            for replica, (low, high) in zip(device.replicas, spans, strict=True):
+            rows = device.all_rows(self.plan.batch_rows, self.plan.num_micro_batch)
+            for replica, own in zip(device.replicas, rows, strict=True):
                 for rank in replica.ranks:
-                    found[rank] = max(found[rank], high - low)
+                    found[rank] = max(found[rank], own)
         return found
 
     def _step_flops(self) -> float:

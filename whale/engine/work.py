@@ -74,7 +74,8 @@ class WorkCounter(TorchDispatchMode):
     def __init__(self, state: list[torch.Tensor]) -> None:
         super().__init__()
         self.layers: dict[str, Counts] = {}
-        self._at = ""
+        self._at: str | None = None
+        """The Layer that runs or ran last; the root's path is empty."""
         self._inside = 0
         self._early = Counts()
         # Weights, buffers and the batch are in memory anyway: keeping them for backward is free.
@@ -132,7 +133,7 @@ class WorkCounter(TorchDispatchMode):
             found[i] += value
 
     def _counts(self) -> Counts:
-        if not self._at:
+        if self._at is None:
             return self._early
         return self.layers.setdefault(self._at, Counts())
 

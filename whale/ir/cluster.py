@@ -249,15 +249,19 @@ class Cluster:
     def _figures(self, node: Node) -> str:
         ranks = self.ranks_of(node.index)
         device, link, given = self.type_of(ranks[0]), self.link_of(node.index), node.link
-        default = device_type(device.name).memory_bytes
-        figures = (
+        default, first = device_type(device.name).memory_bytes, self.devices[ranks[0]]
+        figures: list[tuple[str, float, str, object]] = [
             ("memory", device.memory_bytes / 1e9, "GB", device.memory_bytes != default),
-            ("power", device.tdp_watts, "W", self.devices[ranks[0]].power_watts),
+            ("power", device.tdp_watts, "W", first.power_watts),
             ("inside a node", link.intra_bytes_per_s / 1e9, "GB/s", given.intra_bytes_per_s),
             ("between nodes", link.inter_bytes_per_s / 1e9, "GB/s", given.inter_bytes_per_s),
             ("latency", link.latency_s * 1e6, "us", given.latency_s),
             ("host memory", self.host_memory_of(node.index) / 1e9, "GB", node.host_memory_bytes),
-        )
+        ]
+        if first.speed != 1.0:
+            figures.insert(0, ("speed", first.speed, "of the type's", True))
+        if first.pace_flops is not None:
+            figures.insert(0, ("pace", first.pace_flops / 1e9, "GFLOP/s", True))
         told = (f"{k} {v:g} {u} ({'given' if own else 'default'})" for k, v, u, own in figures)
         return f"{len(ranks)} x {device.name}: {', '.join(told)}"
 

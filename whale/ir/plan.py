@@ -9,6 +9,7 @@ weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,22 @@ class TaskGraphPlan:
     """Share of its parameters that is truly split."""
     flops_share: float = 0.0
 
+    def shard_share(self, replica: int, shard: int, sizes: Mapping[str, int]) -> float:
+        """A shard's part of its replica's FLOPs; `sizes` are those of the parameters.
+
+        Products go by the weights they multiply with; looking rows up takes none.
+        """
+        splits = [s for s in self.splits if s.rule != "embedding"] or list(self.splits)
+        weights = [sum(sizes.get(name, 0) for name, _ in s.params) for s in splits]
+        total = sum(weights)
+        if not total:
+            return 1.0 / len(self.virtual_device.replicas[replica].ranks)
+        found = 0.0
+        for s, weight in zip(splits, weights, strict=True):
+            low, high = s.units(replica, shard)
+            found += weight / total * (high - low) / s.cuts_of(replica)[-1]
+        return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayer:
@@ -175,7 +192,8 @@ class Plan:
     predicted: Mapping[str, Any] = field(default_factory=dict)
     """`fits`, `step_seconds` and the other keys of PREDICTED, once the plan is priced."""
     peak_bytes: tuple[int, ...] = ()
-    """Predicted peak memory by rank."""
+    """Predicted peak memory by rank, with what the driver and the allocator take: it fits where
+    none is above its device's capacity."""
     prices: Prices | None = None
 
     @property
@@ -235,7 +253,9 @@ class Plan:
             "num_micro_batch": self.num_micro_batch,
             "strategy": self.strategy,
             "rejected": list(self.rejected),
-            "devices": [self._device_dict(rank) for rank in range(self.num_ranks)],
+            "devices": [
+                self._device_dict(rank, share) for rank, share in enumerate(self.flops_shares())
+            ],
             "taskgraphs": [
                 {
                     "index": t.index,
@@ -307,12 +327,12 @@ class Plan:
             "prices": None if self.prices is None else self.prices.to_dict(),
         }
 
-    def _device_dict(self, rank: int) -> dict[str, Any]:
+    def _device_dict(self, rank: int, share: float) -> dict[str, Any]:
         stages = self.stages_of(rank)
         return {
             "rank": rank,
             "type": self.device_types[rank],
-            "share": self.flops_share(rank),
+            "share": share,
             "peak_bytes": self.peak_bytes[rank] if self.peak_bytes else None,
             "capacity_bytes": None
             if self.prices is None
@@ -320,23 +340,17 @@ class Plan:
             "stage": stages[0] if len(stages) == 1 else list(stages),
         }
 
-    def flops_share(self, rank: int) -> float:
-        """A rank's fraction of the step's FLOPs by weights and cuts; all ranks sum to 1."""
-        total = 0.0
+    def flops_shares(self) -> list[float]:
+        """By rank, its fraction of the step's FLOPs by rows and cuts; they sum to 1."""
+        sizes = {home.name: math.prod(home.shape) for home in self.homes}
+        found = [0.0] * self.num_ranks
         for t in self.taskgraphs:
-            if rank not in t.virtual_device.ranks:
-                continue
-            replica, shard = t.virtual_device.position(rank)
-            weights = t.virtual_device.weights
-            part = weights[replica] / sum(weights)
-            width = len(t.virtual_device.replicas[replica].ranks)
-            if t.splits:
-                low, high = t.splits[0].units(replica, shard)
-                part *= (high - low) / t.splits[0].cuts_of(replica)[-1]
-            else:
-                part /= width
-            total += t.flops_share * part
-        return total
+            rows = t.virtual_device.all_rows(self.batch_rows, self.num_micro_batch)
+            for index, replica in enumerate(t.virtual_device.replicas):
+                part = t.flops_share * rows[index] / max(1, self.batch_rows)
+                for shard, rank in enumerate(replica.ranks):
+                    found[rank] += part * t.shard_share(index, shard, sizes)
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
@@ -346,7 +360,21 @@ class Plan:
                 f"the plan has schema {data.get('schema')!r}, this Whale reads {SCHEMA}",
                 hint="make the plan again with this version",
             )
+        try:
+            return cls._from_keys(data)
+        except KeyError as error:
+            raise PlanError(
+                f"the plan has no key {error}", hint="make the plan again: `whale plan --json F`"
+            ) from error
+
+    @classmethod
+    def _from_keys(cls, data: Mapping[str, Any]) -> Plan:
         peaks = [d["peak_bytes"] for d in data["devices"]]
+        if not isinstance(data["strategy"], str):
+            raise PlanError(
+                f"the plan's strategy is {data['strategy']!r}; allowed: a text",
+                hint="make the plan again: `whale plan --json F`",
+            )
         return cls(
             model_hash=data["model_hash"],
             num_ranks=data["num_ranks"],

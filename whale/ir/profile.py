@@ -209,7 +209,9 @@ class Profile:
                 f"profile {str(path)!r}: {error.strerror}",
                 hint="write one with `whale calibrate --json F`",
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except ConfigError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"profile {str(path)!r} is not a profile: {type(error).__name__}: {error}",
                 hint="write one with `whale calibrate --json F`",

@@ -75,6 +75,18 @@ class VirtualDevice:
         """Where the replicas' rows begin and end in a micro-batch of `rows`."""
         return cuts(apportion(rows, self.weights))
 
+    def all_rows(self, rows: int, num_micro_batch: int) -> tuple[int, ...]:
+        """By replica, its rows of a global batch: of all micro-batches, which have two sizes."""
+        small, larger = divmod(rows, num_micro_batch)
+        parts = [
+            (larger, self.row_cuts(small + 1)),
+            (num_micro_batch - larger, self.row_cuts(small)),
+        ]
+        return tuple(
+            sum(times * (points[i + 1] - points[i]) for times, points in parts)
+            for i in range(len(self.replicas))
+        )
+
     def rows(self, rank: int, rows: int) -> Span:
         """The rows of a micro-batch that `rank` computes."""
         return _rows(self, rank, rows)

@@ -15,6 +15,7 @@ from whale.config import Config
 from whale.cost.compute import CostModel
 from whale.cost.memory import ALLOCATOR_SLACK
 from whale.errors import PlanError
+from whale.ir.homes import ITEM_BYTES
 from whale.ir.model_graph import ModelGraph, TaskGraph
 from whale.ir.strategy import Scope, Tag
 from whale.planner.chain import Chain, GroupKind, partition
@@ -24,6 +25,9 @@ MAX_ORDERS = 120
 MAX_GROUPS = 128
 SEARCH_SECONDS = 3.0
 SIMULATED = 12
+SUBSETS = 2
+"""Of the devices that are tried without the others, each with the fewest micro-batches."""
+SUBSET_COUNTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,16 @@ def micro_batches(config: Config, batch_rows: int) -> list[int]:
     return [fixed] if fixed > 1 else [m for m in MICRO_BATCHES if m <= batch_rows]
 
 
+def smaller_micro_batches(costs: CostModel, config: Config, batch_rows: int) -> Iterator[Candidate]:
+    """Data parallel with ever more micro-batches, down to one row for each replica."""
+    if config.pipeline.num_micro_batch > 1 or config.pipeline.num_stages not in (None, 1):
+        return
+    count = 2 * MICRO_BATCHES[-1]
+    while count <= batch_rows:
+        yield _data(costs.graph, count, config)
+        count *= 2
+
+
 def automatic(
     costs: CostModel, config: Config, batch_rows: int, rejected: list[str]
 ) -> Iterator[Candidate]:
@@ -123,8 +137,10 @@ def automatic(
     counts = micro_batches(config, batch_rows)
     if asked in (None, 1):
         for count in counts:
-            text = f"data parallel, {count} micro-batches" if count > 1 else "data parallel"
-            yield Candidate(about=text, graph=_with_feed(graph, count, config.pipeline.schedule))
+            yield _data(graph, count, config)
+        for ranks in subsets(costs, batch_rows):
+            for count in counts[:SUBSET_COUNTS]:
+                yield _data(graph, count, config, ranks)
         if asked == 1 or costs.cluster.num_devices == 1:
             return
     if not graph.nodes:
@@ -213,10 +229,55 @@ def _kind(costs: CostModel, groups: list[tuple[int, ...]], rows: int) -> GroupKi
     )
 
 
-def _with_feed(graph: ModelGraph, num_micro_batch: int, schedule: str) -> ModelGraph:
-    if num_micro_batch == 1:
-        return graph
-    return tagged(graph, [(range(len(graph.layers)), (feed(num_micro_batch, schedule),))])
+def _data(
+    graph: ModelGraph, num_micro_batch: int, config: Config, ranks: tuple[int, ...] = ()
+) -> Candidate:
+    """Data parallel over all devices, or over some while the others rest."""
+    text = "data parallel"
+    tag: Tag = ()
+    if num_micro_batch > 1:
+        tag = (feed(num_micro_batch, config.pipeline.schedule),)
+    if ranks:
+        text += f" on {len(ranks)} device{'s' if len(ranks) > 1 else ''}"
+        tag = (*tag, Scope(kind="stage", uid=-2, where="auto", ranks=ranks))
+    if num_micro_batch > 1:
+        text += f", {num_micro_batch} micro-batches"
+    if not tag:
+        return Candidate(about=text, graph=graph)
+    return Candidate(about=text, graph=tagged(graph, [(range(len(graph.layers)), tag)]))
+
+
+def subsets(costs: CostModel, batch_rows: int) -> list[tuple[int, ...]]:
+    """Devices that may be faster without the others, the best two by a rough estimate.
+
+    The fastest kinds, and of the fastest kind 1, 2, 4 ... neighbours: a slow device or a slow link
+    may cost more in the sums of gradients than it computes.
+    """
+    layers = range(len(costs.graph.layers))
+
+    def speed(rank: int, rows: float) -> float:
+        return rows / max(sum(costs.step_s(i, rank, rows) for i in layers), 1e-12)
+
+    def estimate(ranks: tuple[int, ...]) -> float:
+        rows = max(1.0, batch_rows / len(ranks))
+        speeds = {costs.alike(rank): speed(rank, rows) for rank in ranks}
+        compute = batch_rows / sum(speeds[costs.alike(rank)] for rank in ranks)
+        sums = costs.fabric.all_reduce(ranks, gradients) if len(ranks) > 1 else 0.0
+        # Two thirds of the compute is backward, beside which sums are hidden.
+        return compute + max(0.0, sums - compute * 2.0 / 3.0) + costs.apply_s(ranks[0], gradients)
+
+    numel = {p.name: p.numel * ITEM_BYTES.get(p.dtype, 4) for p in costs.graph.parameters}
+    gradients = float(sum(numel[name] for name, trained in costs.trainable.items() if trained))
+    kinds = sorted(kinds_of(costs), key=lambda ranks: -speed(ranks[0], 1.0))
+    found = [tuple(sorted(r for kind in kinds[:n] for r in kind)) for n in range(1, len(kinds))]
+    fastest = sorted(kinds[0], key=lambda r: (costs.cluster.devices[r].node, r))
+    width = 1
+    while width < len(fastest):
+        found.append(tuple(fastest[:width]))
+        width *= 2
+    everyone = estimate(tuple(range(costs.cluster.num_devices)))
+    timed = sorted((estimate(ranks), ranks) for ranks in dict.fromkeys(found))
+    return [ranks for seconds, ranks in timed if seconds < everyone][:SUBSETS]
 
 
 def feed(num_micro_batch: int, schedule: str) -> Scope:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from whale.config import Config
 from whale.cost.compute import CostModel, Training
@@ -21,13 +22,22 @@ from whale.ir.model_graph import ModelGraph, TaskGraph, assign_stages
 from whale.ir.plan import Group, Plan, SplitLayer, StageLayer, StagePlan, TaskGraphPlan
 from whale.ir.profile import Profile
 from whale.ir.schedule import Action, Schedule
-from whale.planner.candidates import Candidate, automatic, micro_batches, orders
+from whale.planner.candidates import (
+    Candidate,
+    automatic,
+    micro_batches,
+    orders,
+    smaller_micro_batches,
+)
 from whale.planner.placement import Placement, feeding, place, stages_of
 from whale.planner.schedules import canonical_kind, rank_actions
 from whale.planner.shares import Shares
 from whale.planner.splits import choose_splits, make_homes, users_of
 from whale.planner.tensor import around_large
 from whale.sim.simulate import simulate
+
+Scored = tuple[tuple[float, float], int, Candidate, Plan]
+"""A candidate as a plan: bytes over capacity and seconds, and when it was tried."""
 
 
 def make_plan(
@@ -51,6 +61,14 @@ def make_plan(
         training: Optimizer and precision; default: AdamW.
         profile: What was measured of the devices; default: data sheets.
     """
+    if batch_rows < 1:
+        raise PlanError("the batch has no rows", hint="give one global batch, rows in dim 0")
+    num_micro_batch, _ = feeding(graph, config)
+    if num_micro_batch > batch_rows:
+        raise PlanError(
+            f"{num_micro_batch} micro-batches of {batch_rows} rows; allowed: 1 to {batch_rows}",
+            hint="raise the batch, or lower pipeline.num_micro_batch",
+        )
     costs = CostModel(graph, cluster, training, profile)
     rejected: list[str] = []
     auto = config.auto.auto_parallel and not any(t.tag for t in graph.taskgraphs)
@@ -61,16 +79,18 @@ def make_plan(
     else:
         num_groups = min(len(stages_of(graph, config)), cluster.num_devices)
         found = list(orders(costs, num_groups, config))
-    scored: list[tuple[tuple[float, float], int, Candidate, Plan]] = []
+    scored: list[Scored] = []
     first_error: PlanError | None = None
-    for number, candidate in enumerate(found):
+    for candidate in chain(
+        found, _until_one_fits(scored, costs, config, batch_rows) if auto else ()
+    ):
         try:
             plan = _build(candidate, graph.hash, costs, config, batch_rows, refusal)
         except PlanError as error:
             first_error = first_error or error
             rejected.append(f"{candidate.about}: {error.message}")
             continue
-        scored.append((_score(plan), number, candidate, plan))
+        scored.append((_score(plan), len(scored), candidate, plan))
     if not scored:
         raise first_error or _nothing(config, graph, rejected)
     scored.sort(key=lambda item: item[:2])
@@ -86,15 +106,35 @@ def make_plan(
         rejected.append(f"{candidate.about}: {text}")
     strategy = best.strategy if len(found) == 1 else f"{best.strategy} ({winner.about})"
     best = replace(best, strategy=strategy, rejected=(*best.rejected, *rejected))
+    if refusal is not None and not any(layer.work for layer in graph.layers):
+        best = _with_note(
+            best, f"nothing was counted, so times lack all compute: {refusal.message}"
+        )
     check_plan(best)
     schedule = best.schedule
     check_schedule(schedule, orders_of(schedule))
     return best
 
 
+def _with_note(plan: Plan, note: str) -> Plan:
+    assert plan.prices is not None
+    prices = replace(plan.prices, sources=(note, *plan.prices.sources))
+    return replace(plan, prices=prices, rejected=(note, *plan.rejected))
+
+
 def orders_of(schedule: Schedule) -> dict[int, list[Action]]:
     """The actions of every device group: what runs, is checked, is simulated and is drawn."""
     return {g: rank_actions(schedule, g) for g in range(len(schedule.groups))}
+
+
+def _until_one_fits(
+    scored: Sequence[Scored], costs: CostModel, config: Config, batch_rows: int
+) -> Iterator[Candidate]:
+    """More micro-batches than are worth trying otherwise, as long as nothing fits."""
+    for candidate in smaller_micro_batches(costs, config, batch_rows):
+        if any(not over for (over, _), *_ in scored):
+            return
+        yield candidate
 
 
 def _nothing(config: Config, graph: ModelGraph, rejected: Sequence[str]) -> PlanError:
@@ -111,7 +151,7 @@ def _score(plan: Plan) -> tuple[float, float]:
     """Bytes over capacity on the worst device, then seconds."""
     assert plan.prices is not None
     over = max(
-        peak + device.reserve_bytes - device.capacity_bytes
+        peak - device.capacity_bytes
         for peak, device in zip(plan.peak_bytes, plan.prices.devices, strict=True)
     )
     return max(0.0, float(over)), float(plan.predicted["step_seconds"])
@@ -202,7 +242,8 @@ def predicted(plan: Plan) -> Plan:
             "joules_per_step": report.joules_per_step,
             "lower_bound_seconds": report.lower_bound_seconds,
         },
-        peak_bytes=tuple(device.memory.total for device in report.devices),
+        # All that must fit: what no tensor can have is a part of the capacity.
+        peak_bytes=tuple(d.memory.total + d.memory.reserve for d in report.devices),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache
 from math import inf, lcm
 
 from whale.config import Config
@@ -75,7 +76,14 @@ class Shares:
         alike = {tuple(self.costs.alike(r) for r in ranks) for ranks in replicas}
         if self.mode == "equal" or len(alike) == 1:
             return tuple(len(ranks) for ranks in replicas)
-        members = [self._rows_member(stage, layers, ranks, sharing) for ranks in replicas]
+        # Of hundreds of replicas most are alike: they share what is known of their time and memory.
+        known: dict[object, Member] = {}
+        members = []
+        for ranks in replicas:
+            kinds = tuple(self.costs.alike(r) for r in ranks)
+            if kinds not in known:
+                known[kinds] = self._rows_member(stage, layers, ranks, sharing)
+            members.append(replace(known[kinds], name=self._name(ranks)))
         try:
             found = balance(members, self.rows, unit="rows")
         except PlanError as error:
@@ -112,9 +120,16 @@ class Shares:
             # A replica of unequal devices is as tight as its tightest.
             return max(need + self._reserved(r) - self.costs.capacity(r) for r in ranks) + smallest
 
+        return Member(
+            name=self._name(ranks),
+            seconds=cache(seconds),
+            bytes=cache(nbytes),
+            capacity_bytes=smallest,
+        )
+
+    def _name(self, ranks: tuple[int, ...]) -> str:
         device = self.costs.cluster.devices[ranks[0]]
-        name = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({device.type})"
-        return Member(name=name, seconds=seconds, bytes=nbytes, capacity_bytes=smallest)
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({device.type})"
 
     def _reserved(self, rank: int) -> float:
         return float(self.costs.reserved(rank))

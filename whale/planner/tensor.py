@@ -22,7 +22,8 @@ def around_large(
 ) -> Iterator[Candidate]:
     """Large Layers split over all devices, the others replicated on them."""
     chosen = [i for i, layer in enumerate(costs.graph.layers) if layer.splits]
-    if not chosen or costs.cluster.num_devices < 2:
+    # With all of them there is nothing to replicate: a model split as a whole is another thing.
+    if costs.cluster.num_devices < 2 or not 0 < len(chosen) < len(costs.graph.layers):
         return
     names = " and ".join(costs.graph.layers[i].path for i in chosen)
     for count in num_micro_batches:

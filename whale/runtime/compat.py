@@ -5,6 +5,7 @@ Place in the flow: below runtime, nn and engine. When torch moves, this is the f
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -17,7 +18,12 @@ from torch.utils.flop_counter import flop_registry
 
 
 def fake_mode() -> FakeTensorMode:
-    """Tensors with shapes and no memory."""
+    """Tensors with shapes and no memory.
+
+    Torch logs a traceback for every operation that fails on them; whoever asked for fakes handles
+    the error.
+    """
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from whale.cost.energy import step_joules
-from whale.cost.roles import roles, stages_by_rank
+from whale.cost.roles import stages_by_rank
 from whale.errors import PlanError, ScheduleError
 from whale.ir.device_types import device_type
 from whale.ir.plan import Plan
@@ -66,9 +66,7 @@ class _Simulation:
         self.price = {(p.stage, p.replica): p for p in prices.stages}
         self.messages = {(m.producer, m.consumer): m.seconds for m in prices.messages}
         self.rows = -(-plan.batch_rows // plan.num_micro_batch)
-        self.stages, self.roles = stages_by_rank(plan), roles(plan)
-        first = dict(zip(reversed(self.roles), reversed(range(plan.num_ranks)), strict=True))
-        self.shares = {role: plan.flops_share(rank) for role, rank in first.items()}
+        self.stages, self.shares = stages_by_rank(plan), plan.flops_shares()
         self.links = plan.schedule.links()
         self.events: list[Event] = []
         self._feeds = {(a, b): _overlaps(plan, a, b, self.rows) for a, b in plan.schedule.edges}
@@ -345,7 +343,7 @@ class _Simulation:
             type=self.plan.device_types[rank],
             node=price.node,
             stages=self.stages[rank],
-            share=self.shares[self.roles[rank]],
+            share=self.shares[rank],
             rows=price.rows,
             compute_s=lane.compute_s if lane is not None else 0.0,
             communicate_s=inside + exposed,

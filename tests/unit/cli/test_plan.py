@@ -182,9 +182,8 @@ def test_clusters_side_by_side(run: Run) -> None:
 
 
 def test_what_does_not_fit_is_printed_with_what_is_missing(run: Run) -> None:
-    status, out, err = run(
-        "plan", "t5-large", "--cluster", "1x1xT4", "--batch", "512", "--json", "-"
-    )
+    words = ("--cluster", "1x1xT4", "--batch", "32", "--micro-batches", "2", "--json", "-")
+    status, out, err = run("plan", "t5-large", *words)
     assert status == 1
     assert json.loads(out)["fits"] is False
     first, hint = err.splitlines()
@@ -202,6 +201,52 @@ def test_state_that_does_not_fit_has_another_cure(run: Run) -> None:
     assert status == 1
     assert "does not fit" in out
     assert "optimizer state" in err
+
+
+def test_as_many_micro_batches_as_it_takes(run: Run) -> None:
+    status, out, _ = run(
+        "plan", "bert-large", "--cluster", "1x1xT4", "--batch", "2048", "--json", "-"
+    )
+    plan = json.loads(out)
+    assert status == 0
+    assert plan["num_micro_batch"] > 64
+    assert plan["devices"][0]["peak_bytes"] <= plan["devices"][0]["capacity_bytes"]
+
+
+@pytest.mark.parametrize("slow", ["T4", "CPU"])
+def test_a_device_that_only_slows_sums_down_is_left_out(run: Run, slow: str) -> None:
+    words = ("plan", "bert-large", "--batch", "64", "--json", "-", "--cluster")
+    alone = json.loads(run(*words, "1x8xV100-32GB")[1])
+    mixed = json.loads(run(*words, f"1x8xV100-32GB+1x1x{slow}")[1])
+    assert mixed["step_seconds"] <= alone["step_seconds"] * 1.001
+    assert mixed["devices"][8]["share"] == 0.0
+
+
+def test_it_fits_exactly_where_no_peak_is_above_its_capacity(run: Run) -> None:
+    for memory in ("2.4e9", "2.9e9", "3.2e9"):
+        Path("one.toml").write_text(
+            f'[[node]]\ngpus = 1\ntype = "V100-32GB"\nmemory_bytes = {memory}\n'
+        )
+        words = ("--cluster", "one.toml", "--batch", "8", "--json", "-")
+        plan = json.loads(run("plan", "bert-base", *words)[1])
+        (device,) = plan["devices"]
+        assert plan["fits"] == (device["peak_bytes"] <= device["capacity_bytes"])
+
+
+def test_shares_are_those_of_the_rows(run: Run) -> None:
+    words = ("--cluster", "1x4xT4", "--batch", "10", "--stages", "1", "--json", "-")
+    plan = json.loads(run("plan", "bert-large", *words)[1])
+    shares = sorted(device["share"] for device in plan["devices"])
+    if plan["num_micro_batch"] == 1:
+        assert shares == pytest.approx([0.2, 0.2, 0.3, 0.3])
+    assert sum(shares) == pytest.approx(1.0)
+
+
+def test_a_speed_that_is_given_is_shown(run: Run) -> None:
+    node = '[[node]]\ngpus = 2\ntype = "V100-32GB"\nspeed = {}\n'
+    Path("two.toml").write_text(node.format(1.0) + node.format(0.5))
+    _, out, _ = run("plan", "bert-base", "--cluster", "two.toml")
+    assert "speed 0.5 of the type's (given)" in out
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -248,6 +293,11 @@ def test_state_that_does_not_fit_has_another_cure(run: Run) -> None:
         (["gpt-tiny", "--cluster", "1x1xCPU", "--html", "."], "--html .: is a folder", ""),
         (["gpt-tiny", "--cluster", "1x1xCPU", "--trace", "-"], "only --json can go to", ""),
         (["gpt-tiny", "--cluster", "1x1xCPU", "--profile", "f"], "profile 'f'", "calibrate"),
+        (
+            ["gpt-tiny", "--cluster", "1x1xCPU", "--micro-batches", "1000"],
+            "1000 micro-batches of 8 rows; allowed: 1 to 8",
+            "lower pipeline.num_micro_batch",
+        ),
         (["gpt-tiny", "--compare", "1x1xCPU", "--html", "f"], "--html with --compare", ""),
         (["gpt-tiny", "--compare", "1x1xCPU", "--cluster", "1x1xCPU"], "--cluster with", ""),
         (["no.py:build", "--cluster", "1x1xCPU"], "file 'no.py' is not there", ""),
@@ -265,6 +315,69 @@ def test_bad_input_is_one_clear_message(
     assert len(rest) <= 1
     assert hint in "".join(rest)
     assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("text", ["[]", '{"schema": 99}', "{", '{"schema": 1}'])
+def test_what_is_no_profile(run: Run, text: str) -> None:
+    Path("f.json").write_text(text)
+    words = ("--cluster", "1x1xCPU", "--profile", "f.json")
+    status, _, err = run("plan", "gpt-nano", *words)
+    assert status == 2
+    first, hint = err.splitlines()
+    assert "profile" in first
+    assert "whale calibrate --json F" in hint
+
+
+def test_a_profile_of_other_devices_is_refused_and_given_memory_counts(run: Run) -> None:
+    assert run("calibrate", "gpt-nano", "--json", "f.json", "--rows", "1")[0] == 0
+    words = ("plan", "gpt-nano", "--profile", "f.json", "--json", "-", "--cluster")
+    status, _, err = run(*words, "1x1xT4")
+    assert status == 2
+    assert "rank 0 is a T4 in the cluster and a CPU in the profile" in err
+    Path("small.toml").write_text('[[node]]\ngpus = 1\ntype = "CPU"\nmemory_bytes = 1e5\n')
+    status, out, _ = run(*words, "small.toml")
+    assert status == 1
+    assert json.loads(out)["devices"][0]["capacity_bytes"] == 1e5
+
+
+def test_models_that_are_one_layer_are_half_or_leave(run: Run) -> None:
+    Path("net.py").write_text(
+        "import sys\n"
+        "import torch\n"
+        "from torch import nn\n"
+        "def one():\n"
+        "    return nn.Linear(400, 300), (torch.randn(8, 400), torch.randn(8, 300)), (\n"
+        "        nn.functional.mse_loss)\n"
+        "def half():\n"
+        "    model, (x, y), loss = one()\n"
+        "    return nn.Sequential(model).bfloat16(), (x.bfloat16(), y.bfloat16()), loss\n"
+        "def leaves():\n"
+        "    sys.exit(7)\n"
+        "class Odd(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        y = super().forward(x)\n"
+        "        return y if y.sum() > 0 else -y\n"
+        "def odd():\n"
+        "    model, batch, loss = one()\n"
+        "    return nn.Sequential(Odd(400, 300)), batch, loss\n"
+    )
+    status, out, _ = run("plan", "net.py:one", "--cluster", "1x1xV100-32GB", "--json", "-")
+    plan = json.loads(out)
+    assert status == 0
+    assert plan["devices"][0]["share"] == pytest.approx(1.0)
+    assert plan["lower_bound_seconds"] > 0
+    _, out, _ = run("plan", "net.py:half", "--cluster", "1x1xA100-80GB")
+    assert "bf16" in out.splitlines()[0]
+    status, _, err = run("plan", "net.py:half", "--cluster", "1x1xV100-32GB")
+    assert status == 2
+    assert "V100-32GB cannot compute in it" in err
+    status, _, err = run("plan", "net.py:leaves", "--cluster", "1x1xCPU")
+    assert status == 2
+    assert "net.py:leaves failed: SystemExit: 7" in err
+    status, out, err = run("plan", "net.py:odd", "--cluster", "1x1xCPU")
+    assert status == 0
+    assert "nothing was counted, so times lack all compute" in out
+    assert "Traceback" not in err
 
 
 def test_a_model_of_ones_own(run: Run) -> None:

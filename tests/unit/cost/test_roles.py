@@ -51,7 +51,6 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return list(range(plan.num_ranks))
 
     monkeypatch.setattr(price, "roles", unique)
-    monkeypatch.setattr(simulate, "roles", unique)
     monkeypatch.setattr(_Pricer, "_lane_role", lambda self, stage, ranks, groups: ranks)
     monkeypatch.setattr(_Simulation, "_alike", lambda self, count: [[i] for i in range(count)])
 
