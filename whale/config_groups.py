@@ -76,6 +76,8 @@ class AutoConfig(SettingGroup):
 
     auto_parallel: bool = setting(False)
     """Let the planner choose what no annotation fixes; annotations stay constraints."""
+    objective: str = setting("time", choices=("time", "energy"))
+    """What the plan that is chosen has least of, per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

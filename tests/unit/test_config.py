@@ -19,6 +19,7 @@ DEFAULTS = {
     "pipeline.num_stages": None,
     "pipeline.num_chunks": None,
     "auto.auto_parallel": False,
+    "auto.objective": "time",
     "gradient_checkpoint.type": "",
     "gradient_checkpoint.end_taskgraph": -1,
     "gradient_checkpoint.check_gradients": False,

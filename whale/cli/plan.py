@@ -116,8 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective",
         choices=OBJECTIVES,
-        default="time",
-        help="what the best plan has least of (only time today)",
+        help="what the best plan has least of: time (default) or energy; cost is not available yet",
     )
     parser.add_argument("--profile", metavar="F", help="what `whale calibrate` measured")
     parser.add_argument(
@@ -154,10 +153,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _specs(args: argparse.Namespace) -> list[str]:
-    if args.objective != "time":
+    if args.objective == "cost":
         raise ConfigError(
-            f"--objective {args.objective} is not available yet; allowed: time",
-            hint="plans are chosen by time; the report says what energy they take",
+            "--objective cost is not available yet: no prices are known; allowed: time, energy",
+            hint="--compare shows the time and the energy of several clusters",
         )
     if args.compare is None and args.cluster is None:
         raise ConfigError(
@@ -265,6 +264,7 @@ def _config(args: argparse.Namespace, subject: PlanSubject) -> Config:
         ("pipeline.num_micro_batch", args.micro_batches),
         ("pipeline.num_stages", args.stages),
         ("cluster.profile", args.profile),
+        ("auto.objective", args.objective),
     ):
         if flag is not None:
             _put(values, key, flag)

@@ -340,7 +340,9 @@ def type_named(name: object, *, where: str) -> str:
     types = {known.lower(): known for known in DEVICE_TYPES}
     if isinstance(name, str) and name.lower() in types:
         return types[name.lower()]
-    near = difflib.get_close_matches(str(name).lower(), types, n=2, cutoff=0.4)
+    text = str(name).lower()
+    near = [known for known in types if text and known.startswith(text)]
+    near = near or difflib.get_close_matches(text, types, n=2, cutoff=0.4)
     raise ClusterError(
         f"{where}: unknown device type {name!r}; allowed: {', '.join(DEVICE_TYPES)}",
         hint=(

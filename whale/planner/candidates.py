@@ -138,7 +138,7 @@ def automatic(
     if asked in (None, 1):
         for count in counts:
             yield _data(graph, count, config)
-        for ranks in subsets(costs, batch_rows):
+        for ranks in subsets(costs, batch_rows, config.auto.objective):
             for count in counts[:SUBSET_COUNTS]:
                 yield _data(graph, count, config, ranks)
         if asked == 1 or costs.cluster.num_devices == 1:
@@ -247,11 +247,12 @@ def _data(
     return Candidate(about=text, graph=tagged(graph, [(range(len(graph.layers)), tag)]))
 
 
-def subsets(costs: CostModel, batch_rows: int) -> list[tuple[int, ...]]:
-    """Devices that may be faster without the others, the best two by a rough estimate.
+def subsets(costs: CostModel, batch_rows: int, objective: str) -> list[tuple[int, ...]]:
+    """Devices that may be better without the others.
 
     The fastest kinds, and of the fastest kind 1, 2, 4 ... neighbours: a slow device or a slow link
-    may cost more in the sums of gradients than it computes.
+    may cost more in the sums of gradients than it computes. For time the best two by a rough
+    estimate; energy is known once they are simulated.
     """
     layers = range(len(costs.graph.layers))
 
@@ -275,6 +276,8 @@ def subsets(costs: CostModel, batch_rows: int) -> list[tuple[int, ...]]:
     while width < len(fastest):
         found.append(tuple(fastest[:width]))
         width *= 2
+    if objective == "energy":
+        return list(dict.fromkeys(found))
     everyone = estimate(tuple(range(costs.cluster.num_devices)))
     timed = sorted((estimate(ranks), ranks) for ranks in dict.fromkeys(found))
     return [ranks for seconds, ranks in timed if seconds < everyone][:SUBSETS]

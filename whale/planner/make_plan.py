@@ -37,7 +37,7 @@ from whale.planner.tensor import around_large
 from whale.sim.simulate import simulate
 
 Scored = tuple[tuple[float, float], int, Candidate, Plan]
-"""A candidate as a plan: bytes over capacity and seconds, and when it was tried."""
+"""A candidate as a plan: bytes over capacity and seconds or joules, and when it was tried."""
 
 
 def make_plan(
@@ -50,12 +50,13 @@ def make_plan(
     training: Training | None = None,
     profile: Profile | None = None,
 ) -> Plan:
-    """The fastest plan for `graph` on `cluster` that fits, or the one that overflows least.
+    """The best plan for `graph` on `cluster` that fits, or the one that overflows least.
 
     Args:
         graph: The captured model.
         cluster: The devices.
-        config: Settings; `cluster.balance` says how shares are chosen.
+        config: Settings; `cluster.balance` says how shares are chosen, `auto.objective` what is
+            best.
         batch_rows: Rows of the global batch.
         refusal: Why the glue could not be traced, if it could not.
         training: Optimizer and precision; default: AdamW.
@@ -90,19 +91,20 @@ def make_plan(
             first_error = first_error or error
             rejected.append(f"{candidate.about}: {error.message}")
             continue
-        scored.append((_score(plan), len(scored), candidate, plan))
+        scored.append((_score(plan, config.auto.objective), len(scored), candidate, plan))
     if not scored:
         raise first_error or _nothing(config, graph, rejected)
     scored.sort(key=lambda item: item[:2])
-    (overflow, seconds), _, winner, best = scored[0]
+    (overflow, least), _, winner, best = scored[0]
+    more = "slower" if config.auto.objective == "time" else "more energy"
     nearest = scored[1:9]
     # Data parallel is what everybody compares with.
     nearest += [s for s in scored[9:] if s[2].about.startswith("data parallel")][:1]
-    for (over, slower), _, candidate, _ in nearest:
+    for (over, value), _, candidate, _ in nearest:
         if over > overflow:
             text = f"does not fit, by {over / 1e9:.2f} GB on one device"
         else:
-            text = f"{slower / seconds - 1.0:.1%} slower" if seconds else "no faster"
+            text = f"{value / least - 1.0:.1%} {more}" if least else "no better"
         rejected.append(f"{candidate.about}: {text}")
     strategy = best.strategy if len(found) == 1 else f"{best.strategy} ({winner.about})"
     best = replace(best, strategy=strategy, rejected=(*best.rejected, *rejected))
@@ -147,14 +149,15 @@ def _nothing(config: Config, graph: ModelGraph, rejected: Sequence[str]) -> Plan
     return PlanError(text, hint="a stage holds at least one Layer and runs on at least one device")
 
 
-def _score(plan: Plan) -> tuple[float, float]:
-    """Bytes over capacity on the worst device, then seconds."""
+def _score(plan: Plan, objective: str) -> tuple[float, float]:
+    """Bytes over capacity on the worst device, then seconds or joules."""
     assert plan.prices is not None
     over = max(
         peak - device.capacity_bytes
         for peak, device in zip(plan.peak_bytes, plan.prices.devices, strict=True)
     )
-    return max(0.0, float(over)), float(plan.predicted["step_seconds"])
+    key = "step_seconds" if objective == "time" else "joules_per_step"
+    return max(0.0, float(over)), float(plan.predicted[key])
 
 
 def _build(

@@ -242,6 +242,15 @@ def test_shares_are_those_of_the_rows(run: Run) -> None:
     assert sum(shares) == pytest.approx(1.0)
 
 
+def test_the_least_energy_is_another_plan_than_the_least_time(run: Run) -> None:
+    words = ("plan", "bert-large", "--cluster", "1x8xV100-32GB+1x8xP100-16GB", "--batch", "256")
+    fast = json.loads(run(*words, "--json", "-")[1])
+    saving = json.loads(run(*words, "--json", "-", "--objective", "energy")[1])
+    assert saving["joules_per_step"] < fast["joules_per_step"]
+    assert saving["step_seconds"] > fast["step_seconds"]
+    assert any("more energy" in text for text in saving["rejected"])
+
+
 def test_a_speed_that_is_given_is_shown(run: Run) -> None:
     node = '[[node]]\ngpus = 2\ntype = "V100-32GB"\nspeed = {}\n'
     Path("two.toml").write_text(node.format(1.0) + node.format(0.5))
@@ -266,7 +275,8 @@ def test_a_speed_that_is_given_is_shown(run: Run) -> None:
         (["gpt-tiny", "--cluster", "1x1xCPU", "--seq", "4096"], "sequence length 4096", ""),
         (["resnet-tiny", "--cluster", "1x1xCPU", "--seq", "4"], "no sequences", "leave --seq"),
         (["gpt-tiny", "--cluster", "1x1xCPU", "--optimizer", "lion"], "'lion'", "--help"),
-        (["gpt-tiny", "--cluster", "1x1xCPU", "--objective", "energy"], "not available", "time"),
+        (["gpt-tiny", "--cluster", "1x1xCPU", "--objective", "cost"], "no prices", "--compare"),
+        (["gpt-tiny", "--cluster", "1x1xV100"], "device type 'V100'", "V100-16GB or V100-32GB"),
         (["gpt-tiny", "--cluster", "1x1xCPU", "--set", "x"], "--set x; allowed: KEY=VALUE", ""),
         (["gpt-tiny", "--cluster", "1x1xCPU", "--set", "zero.lvl=2"], "zero.lvl", "zero.level"),
         (
