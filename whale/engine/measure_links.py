@@ -31,6 +31,7 @@ _LONGEST_S = 0.3
 """Of one collective: where it takes this long, larger ones are not tried."""
 _SUMS = (4, 256)
 """At least and at most, in a row, while the computes they are to slow are running."""
+_QUICK_S = 0.05
 _MOST_LOST = 0.9
 _LONGEST_WAIT = timedelta(minutes=10)
 
@@ -153,10 +154,10 @@ def measure_contention(
     gradients = torch.zeros(_LARGE[device.type] // 4, device=device)
     compute = load or _load(device)
 
-    def side_by_side(num_sums: int, calls: int) -> tuple[float, float]:
+    def side_by_side(num_sums: int, calls: int, rounds: int) -> tuple[float, float]:
         """Seconds of the computes, and of the sums after them."""
         found = []
-        for number in range(6):
+        for number in range(rounds + 1):
             dist.all_reduce(torch.zeros(1, device=device))
             watch.synchronize()
             start = watch.mark()
@@ -173,14 +174,15 @@ def measure_contention(
         return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
 
     once = _per_call(compute, None, watch, 3, 3)
-    one_sum = sum(side_by_side(_SUMS[0], 0)) / _SUMS[0]
-    one_sum, longest = (_largest(t, device) for t in (one_sum, once))
+    one_sum, longest = (_largest(t, device) for t in (sum(side_by_side(1, 0, 1)), once))
+    # On a slow network a sum is long enough by itself, and must not be waited for too often.
+    least, rounds = (_SUMS[0], 5) if one_sum < _QUICK_S else (1, 2)
     # So many sums that they outlast the compute of every rank, whatever that loses.
-    num_sums = min(max(_SUMS[0], math.ceil(2.0 * longest / one_sum)), _SUMS[1])
-    sums = _largest(sum(side_by_side(num_sums, 0)), device)
+    num_sums = min(max(least, math.ceil(2.0 * longest / one_sum)), _SUMS[1])
+    sums = _largest(sum(side_by_side(num_sums, 0, rounds)), device)
     calls = max(1, int(0.6 * sums / once))
     alone = calls * _per_call(compute, None, watch, calls, 5)
-    under_load, after = side_by_side(num_sums, calls)
+    under_load, after = side_by_side(num_sums, calls, rounds)
     lost = 1.0 - alone / under_load
     # What was summed while all computed, over the time that took.
     contention = torch.tensor([1.0 - (sums - after) / under_load], dtype=torch.float64)
