@@ -16,7 +16,7 @@ from whale.errors import PlanError
 from whale.ir.cluster import Cluster, Device
 from whale.ir.device_types import DEVICE_TYPES, device_type
 from whale.ir.homes import ITEM_BYTES
-from whale.ir.model_graph import Layer, ModelGraph, Parameter, Work
+from whale.ir.model_graph import DROPOUT_BYTES, Layer, ModelGraph, Parameter, Work
 from whale.ir.profile import LayerTime, Profile, Rate
 
 # Backward over forward: both operands of a product get a gradient; flash attention computes its
@@ -31,9 +31,13 @@ _BACKWARD = {
     "dropout": 1.0,
 }
 # On a CPU the mask is not made in a kernel of its own but by 28 passes over int64 coordinates.
-_CPU_DROPOUT = 28.0 * 16.0 / 31.0
-# Of a split block, norms, dropout and residuals stay whole: 10 of 34 units of activations
-# (Korthikanti et al. 2022, section 4.1); its data movement is taken to follow.
+_CPU_DROPOUT = 28.0 * 16.0 / DROPOUT_BYTES
+# Of a split block, norms, dropout and residuals stay whole (Korthikanti et al. 2022, section 4.1).
+# Per sublayer, in units of what the block gives: a norm reads and writes it, an addition reads two
+# and writes one; its backward needs the inputs of the norm and of the first product, and a mask.
+_SUBLAYERS = ("attention", "multihead", "pair")
+_WHOLE_MOVED, _WHOLE_KEPT = 5.0, 2.5
+# Of anything else that is split in part, 10 of 34 units: the same paper's sum for one block.
 _WHOLE_PART = 10.0 / 34.0
 
 
@@ -158,7 +162,7 @@ class CostModel:
         layer = self.graph.layers[index]
         if kind.pace_flops is not None:
             flops = layer.flops + layer.flops_per_row * rows
-            scale = _scaled("matmul", part) if layer.splits else 1.0
+            scale = part if layer.splits else 1.0
             forward = flops * scale / kind.pace_flops
             return forward, 2.0 * forward
         seconds = []
@@ -192,7 +196,7 @@ class CostModel:
         seconds, calls = 0.0, 0.0
         for work in works:
             times = _BACKWARD[work.kind] if backward else 1.0
-            scale = _scaled(work.kind, part) if layer.splits else 1.0
+            scale = self._scale(layer, work, index, rows, part)
             flops = work.flops.at(rows) * times * scale
             moved = work.moved.at(rows) * times * scale
             if work.kind == "dropout" and kind.type == "CPU":
@@ -201,6 +205,18 @@ class CostModel:
             seconds += rate.seconds(work.calls * times, flops, moved)
             calls += work.calls * times
         return max(seconds, calls * self._launch(kind))
+
+    def _scale(self, layer: Layer, work: Work, index: int, rows: float, part: float) -> float:
+        """What a part of a split Layer's width does of one kind of its work."""
+        if not layer.splits or part == 1.0:
+            return 1.0
+        if work.kind not in ("memory", "dropout"):
+            return part
+        per_made = _WHOLE_MOVED
+        if work.kind == "dropout":
+            per_made = DROPOUT_BYTES / ITEM_BYTES.get(self._dtypes[index], 4)
+        whole = _whole_share(layer, per_made, work.moved.at(rows), rows)
+        return whole + (1.0 - whole) * part
 
     def _rate(self, kind: _Kind, work: Work, dtype: str) -> Rate:
         name = "tf32" if dtype == "float32" and self.training.tf32 else dtype
@@ -257,7 +273,9 @@ class CostModel:
             kept = measured.kept.at(rows)
         else:
             kept = layer.kept.at(rows)
-        return kept * (_kept_part(layer, part) if layer.splits else 1.0)
+        if not layer.splits or part == 1.0:
+            return kept
+        return kept * _kept_part(layer, part, layer.kept.at(rows), rows)
 
 
 def _check_types(profile: Profile, cluster: Cluster) -> None:
@@ -291,17 +309,22 @@ def _passes(training: Training) -> float:
     return 6.0 + 9.0 * training.state_tensors
 
 
-def _kept_part(layer: Layer, part: float) -> float:
+def _whole_share(layer: Layer, per_made: float, total: float, rows: float) -> float:
+    """The share of a split Layer's `total` that every rank has whole."""
+    sublayers = sum(option.rule in _SUBLAYERS for option in layer.splits)
+    if not sublayers or not total:
+        return _WHOLE_PART
+    return min(1.0, sublayers * per_made * layer.made.at(rows) / total)
+
+
+def _kept_part(layer: Layer, part: float, kept: float, rows: float) -> float:
     rules = {option.rule for option in layer.splits}
     if rules <= {"column", "row"}:
         return part
     if rules == {"embedding"}:
         return 1.0
-    return _WHOLE_PART + (1.0 - _WHOLE_PART) * part
-
-
-def _scaled(kind: str, part: float) -> float:
-    return part if kind not in ("memory", "dropout") else _WHOLE_PART + (1.0 - _WHOLE_PART) * part
+    whole = _whole_share(layer, _WHOLE_KEPT, kept, rows)
+    return whole + (1.0 - whole) * part
 
 
 def _dtype(parameters: Mapping[str, Parameter], layer: Layer) -> str:

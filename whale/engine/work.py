@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale.engine.examples import TensorShape
 from whale.engine.program import tensors_in
-from whale.ir.model_graph import Linear, Work
+from whale.ir.model_graph import DROPOUT_BYTES, Linear, Work
 from whale.runtime.compat import operation_flops
 
 _KINDS = {
@@ -38,9 +38,6 @@ _KINDS = {
 # cuDNN keeps 4 gates, the cell and its tanh beside the output; the CPU kernel used on fakes does
 # not say so. Checked against measured peaks: benchmarks/results/heterogeneous-gpu.md.
 _RNN_KEPT = 6
-# The keyed dropout's kernel (`nn.dropout_kernel`) takes 3 to 4 times as long as torch's, which
-# moves 9 bytes per element of float32; it is the hash that takes the time, whatever the dtype.
-_DROPOUT_BYTES = 31.0
 
 
 @dataclass(slots=True)
@@ -121,7 +118,7 @@ class WorkCounter(TorchDispatchMode):
     def dropout(self, x: torch.Tensor) -> None:
         """A dropout, whose module is replaced during capture."""
         self._counts().kept += x.numel()  # its mask, a byte each
-        self._add("dropout", 1, 0.0, _DROPOUT_BYTES * x.numel())
+        self._add("dropout", 1, 0.0, DROPOUT_BYTES * x.numel())
 
     def _add(self, kind: str, calls: int, flops: float, moved: float) -> None:
         counts = self._counts()

@@ -8,7 +8,15 @@ import pytest
 
 from whale.cost.compute import CostModel, Training
 from whale.ir.cluster import Cluster
-from whale.ir.model_graph import Layer, Linear, ModelGraph, Parameter, TaskGraph, Work
+from whale.ir.model_graph import (
+    Layer,
+    Linear,
+    ModelGraph,
+    Parameter,
+    SplitOption,
+    TaskGraph,
+    Work,
+)
 from whale.ir.profile import Curve, DeviceProfile, LayerTime, Profile, Rate
 
 GIGA = 1e9
@@ -63,6 +71,28 @@ def test_dropout_goes_by_memory_and_takes_longer_on_a_cpu() -> None:
     assert costs.backward_s(0, 0, 2) == pytest.approx(1e-3 + 2.0)
     on_cpu = model(work, cluster="1x1xCPU", type="CPU")
     assert on_cpu.forward_s(0, 0, 2) > 10 * costs.forward_s(0, 0, 2)
+
+
+def test_of_a_split_block_norms_and_residuals_stay_whole() -> None:
+    """Scores of attention are split by heads, however large they are."""
+    work = Work(kind="memory", calls=1, moved=Linear(per_row=100.0))
+    option = SplitOption(
+        rule="attention", path="a", modules=("a",), units=8, unit="head", params=()
+    )
+    layer = replace(
+        graph(work).layers[0],
+        splits=(option, replace(option, rule="pair")),
+        made=Linear(per_row=1.0),
+        kept=Linear(per_row=50.0),
+    )
+    costs = CostModel(
+        replace(graph(work), layers=(layer,)), Cluster.parse("1x1xA100-80GB"), Training(), profile()
+    )
+    rate = 1e-3, 1.0 / GIGA
+    # Two sublayers of 5 passes over what the block gives; the rest is a quarter.
+    assert costs.forward_s(0, 0, 8, 0.25) == pytest.approx(rate[0] + 8 * (10 + 90 / 4) * rate[1])
+    assert costs.forward_s(0, 0, 8) == pytest.approx(rate[0] + 8 * 100 * rate[1])
+    assert costs.kept_bytes(0, 0, 8, 0.25) == pytest.approx(8 * (5 + 45 / 4))
 
 
 @pytest.mark.parametrize(
