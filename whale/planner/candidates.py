@@ -8,43 +8,22 @@ only the order of the devices is open; without any and with `auto`, everything i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 
 from whale.config import Config
 from whale.cost.compute import CostModel
 from whale.cost.memory import ALLOCATOR_SLACK
 from whale.errors import PlanError
-from whale.ir.homes import ITEM_BYTES
-from whale.ir.model_graph import ModelGraph, TaskGraph
 from whale.ir.strategy import Scope, Tag
+from whale.planner.candidate import Candidate, kinds_of, with_feed
 from whale.planner.chain import Chain, GroupKind, partition
+from whale.planner.replicas import data_parallel, micro_batches
+from whale.planner.tensor import around_large
 
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_ORDERS = 120
 MAX_GROUPS = 128
 SEARCH_SECONDS = 3.0
 SIMULATED = 12
-SUBSETS = 2
-"""Of the devices that are tried without the others, each with the fewest micro-batches."""
-SUBSET_COUNTS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A graph with its stages, and the order in which placement takes the devices."""
-
-    about: str
-    graph: ModelGraph
-    order: tuple[int, ...] | None = None
-
-
-def kinds_of(costs: CostModel) -> list[list[int]]:
-    """Ranks in groups of equal devices, each in order of rank."""
-    found: dict[object, list[int]] = {}
-    for rank in range(costs.cluster.num_devices):
-        found.setdefault(costs.alike(rank), []).append(rank)
-    return list(found.values())
 
 
 # ---- annotated: which devices run which stage ----------------------------------------------------
@@ -111,36 +90,17 @@ def _interleavings(counts: Sequence[int], num_groups: int) -> Iterator[tuple[int
 # ---- auto: everything is open --------------------------------------------------------------------
 
 
-def micro_batches(config: Config, batch_rows: int) -> list[int]:
-    """Numbers of micro-batches to consider."""
-    fixed = config.pipeline.num_micro_batch
-    return [fixed] if fixed > 1 else [m for m in MICRO_BATCHES if m <= batch_rows]
-
-
-def smaller_micro_batches(costs: CostModel, config: Config, batch_rows: int) -> Iterator[Candidate]:
-    """Data parallel with ever more micro-batches, down to one row for each replica."""
-    if config.pipeline.num_micro_batch > 1 or config.pipeline.num_stages not in (None, 1):
-        return
-    count = 2 * MICRO_BATCHES[-1]
-    while count <= batch_rows:
-        yield _data(costs.graph, count, config)
-        count *= 2
-
-
 def automatic(
     costs: CostModel, config: Config, batch_rows: int, rejected: list[str]
 ) -> Iterator[Candidate]:
-    """Data parallel, and the best pipelines over groups of equal devices."""
+    """Data parallel, large Layers split, and the best pipelines over groups of equal devices."""
     graph = costs.graph
     asked = config.pipeline.num_stages
     fixed = config.pipeline.num_micro_batch
     counts = micro_batches(config, batch_rows)
     if asked in (None, 1):
-        for count in counts:
-            yield _data(graph, count, config)
-        for ranks in subsets(costs, batch_rows, config.auto.objective):
-            for count in counts[:SUBSET_COUNTS]:
-                yield _data(graph, count, config, ranks)
+        yield from data_parallel(costs, config, batch_rows)
+        yield from around_large(costs, config, counts)
         if asked == 1 or costs.cluster.num_devices == 1:
             return
     if not graph.nodes:
@@ -169,13 +129,11 @@ def automatic(
                 failures.append(f"{sizes}, {count} micro-batches: {error.message}")
                 continue
             if len(chain.stages) > 1:
-                text = f"{len(chain.stages)} stages, {sizes}, {count} micro-batches"
+                text = f"{len(chain.stages)} stages, {sizes}"
                 found.append((chain.seconds, text, chain, groups, count))
     found.sort(key=lambda item: item[0])
     for _, text, chain, groups, count in found[:SIMULATED]:
-        yield Candidate(
-            about=text, graph=_staged(graph, chain, groups, count, config.pipeline.schedule)
-        )
+        yield with_feed(text, graph, _staged(chain, groups), count, config.pipeline.schedule)
     if not found:
         rejected += failures[:2]
 
@@ -229,92 +187,11 @@ def _kind(costs: CostModel, groups: list[tuple[int, ...]], rows: int) -> GroupKi
     )
 
 
-def _data(
-    graph: ModelGraph, num_micro_batch: int, config: Config, ranks: tuple[int, ...] = ()
-) -> Candidate:
-    """Data parallel over all devices, or over some while the others rest."""
-    text = "data parallel"
-    tag: Tag = ()
-    if num_micro_batch > 1:
-        tag = (feed(num_micro_batch, config.pipeline.schedule),)
-    if ranks:
-        text += f" on {len(ranks)} device{'s' if len(ranks) > 1 else ''}"
-        tag = (*tag, Scope(kind="stage", uid=-2, where="auto", ranks=ranks))
-    if num_micro_batch > 1:
-        text += f", {num_micro_batch} micro-batches"
-    if not tag:
-        return Candidate(about=text, graph=graph)
-    return Candidate(about=text, graph=tagged(graph, [(range(len(graph.layers)), tag)]))
-
-
-def subsets(costs: CostModel, batch_rows: int, objective: str) -> list[tuple[int, ...]]:
-    """Devices that may be better without the others.
-
-    The fastest kinds, and of the fastest kind 1, 2, 4 ... neighbours: a slow device or a slow link
-    may cost more in the sums of gradients than it computes. For time the best two by a rough
-    estimate; energy is known once they are simulated.
-    """
-    layers = range(len(costs.graph.layers))
-
-    def speed(rank: int, rows: float) -> float:
-        return rows / max(sum(costs.step_s(i, rank, rows) for i in layers), 1e-12)
-
-    def estimate(ranks: tuple[int, ...]) -> float:
-        rows = max(1.0, batch_rows / len(ranks))
-        speeds = {costs.alike(rank): speed(rank, rows) for rank in ranks}
-        compute = batch_rows / sum(speeds[costs.alike(rank)] for rank in ranks)
-        sums = costs.fabric.all_reduce(ranks, gradients) if len(ranks) > 1 else 0.0
-        # Two thirds of the compute is backward, beside which sums are hidden.
-        return compute + max(0.0, sums - compute * 2.0 / 3.0) + costs.apply_s(ranks[0], gradients)
-
-    numel = {p.name: p.numel * ITEM_BYTES.get(p.dtype, 4) for p in costs.graph.parameters}
-    gradients = float(sum(numel[name] for name, trained in costs.trainable.items() if trained))
-    kinds = sorted(kinds_of(costs), key=lambda ranks: -speed(ranks[0], 1.0))
-    found = [tuple(sorted(r for kind in kinds[:n] for r in kind)) for n in range(1, len(kinds))]
-    fastest = sorted(kinds[0], key=lambda r: (costs.cluster.devices[r].node, r))
-    width = 1
-    while width < len(fastest):
-        found.append(tuple(fastest[:width]))
-        width *= 2
-    if objective == "energy":
-        return list(dict.fromkeys(found))
-    everyone = estimate(tuple(range(costs.cluster.num_devices)))
-    timed = sorted((estimate(ranks), ranks) for ranks in dict.fromkeys(found))
-    return [ranks for seconds, ranks in timed if seconds < everyone][:SUBSETS]
-
-
-def feed(num_micro_batch: int, schedule: str) -> Scope:
-    """The scope that says how many micro-batches there are."""
-    return Scope(
-        kind="pipeline",
-        uid=-1,
-        where="auto",
-        num_micro_batch=num_micro_batch,
-        schedule=schedule,
-    )
-
-
-def _staged(
-    graph: ModelGraph,
-    chain: Chain,
-    groups: list[list[tuple[int, ...]]],
-    num_micro_batch: int,
-    schedule: str,
-) -> ModelGraph:
+def _staged(chain: Chain, groups: list[list[tuple[int, ...]]]) -> list[tuple[range, Tag]]:
     taken = [iter(kind) for kind in groups]
     parts: list[tuple[range, Tag]] = []
     for number, stage in enumerate(chain.stages):
         ranks = next(taken[stage.kind])
         scope = Scope(kind="stage", uid=-2 - number, where="auto", ranks=tuple(sorted(ranks)))
-        parts.append((range(stage.start, stage.end), (feed(num_micro_batch, schedule), scope)))
-    return tagged(graph, parts)
-
-
-def tagged(graph: ModelGraph, parts: Sequence[tuple[range, Tag]]) -> ModelGraph:
-    """The graph with TaskGraphs of these Layers, in the order they run."""
-    taskgraphs, layers = [], list(graph.layers)
-    for index, (members, tag) in enumerate(parts):
-        taskgraphs.append(TaskGraph(index=index, tag=tag, layers=tuple(members)))
-        for member in members:
-            layers[member] = replace(layers[member], taskgraph=index)
-    return replace(graph, layers=tuple(layers), taskgraphs=tuple(taskgraphs))
+        parts.append((range(stage.start, stage.end), (scope,)))
+    return parts

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from whale.config import Config
 from whale.cost.compute import CostModel, Training
@@ -22,18 +21,13 @@ from whale.ir.model_graph import ModelGraph, TaskGraph, assign_stages
 from whale.ir.plan import Group, Plan, SplitLayer, StageLayer, StagePlan, TaskGraphPlan
 from whale.ir.profile import Profile
 from whale.ir.schedule import Action, Schedule
-from whale.planner.candidates import (
-    Candidate,
-    automatic,
-    micro_batches,
-    orders,
-    smaller_micro_batches,
-)
+from whale.planner.candidate import Candidate
+from whale.planner.candidates import automatic, orders
 from whale.planner.placement import Placement, feeding, place, stages_of
+from whale.planner.replicas import smaller_micro_batches
 from whale.planner.schedules import canonical_kind, rank_actions
 from whale.planner.shares import Shares
 from whale.planner.splits import choose_splits, make_homes, users_of
-from whale.planner.tensor import around_large
 from whale.sim.simulate import simulate
 
 Scored = tuple[tuple[float, float], int, Candidate, Plan]
@@ -75,23 +69,28 @@ def make_plan(
     auto = config.auto.auto_parallel and not any(t.tag for t in graph.taskgraphs)
     if auto:
         found = list(automatic(costs, config, batch_rows, rejected))
-        if config.pipeline.num_stages in (None, 1):
-            found += around_large(costs, config, micro_batches(config, batch_rows))
     else:
         num_groups = min(len(stages_of(graph, config)), cluster.num_devices)
         found = list(orders(costs, num_groups, config))
     scored: list[Scored] = []
     first_error: PlanError | None = None
-    for candidate in chain(
-        found, _until_one_fits(scored, costs, config, batch_rows) if auto else ()
-    ):
+
+    def fits(candidate: Candidate) -> bool:
+        nonlocal first_error
         try:
             plan = _build(candidate, graph.hash, costs, config, batch_rows, refusal)
         except PlanError as error:
             first_error = first_error or error
             rejected.append(f"{candidate.about}: {error.message}")
-            continue
+            return False
         scored.append((_score(plan, config.auto.objective), len(scored), candidate, plan))
+        return not scored[-1][0][0]
+
+    fitting = [candidate for candidate in found if fits(candidate)]
+    if auto and not fitting:
+        for candidate in smaller_micro_batches(costs, config, batch_rows):
+            if fits(candidate):
+                break
     if not scored:
         raise first_error or _nothing(config, graph, rejected)
     scored.sort(key=lambda item: item[:2])
@@ -127,16 +126,6 @@ def _with_note(plan: Plan, note: str) -> Plan:
 def orders_of(schedule: Schedule) -> dict[int, list[Action]]:
     """The actions of every device group: what runs, is checked, is simulated and is drawn."""
     return {g: rank_actions(schedule, g) for g in range(len(schedule.groups))}
-
-
-def _until_one_fits(
-    scored: Sequence[Scored], costs: CostModel, config: Config, batch_rows: int
-) -> Iterator[Candidate]:
-    """More micro-batches than are worth trying otherwise, as long as nothing fits."""
-    for candidate in smaller_micro_batches(costs, config, batch_rows):
-        if any(not over for (over, _), *_ in scored):
-            return
-        yield candidate
 
 
 def _nothing(config: Config, graph: ModelGraph, rejected: Sequence[str]) -> PlanError:

@@ -1,6 +1,6 @@
 """Tensor: the candidates of `auto` that split Layers.
 
-Place in the flow: beside `candidates`, which has data parallel and pipelines. A Layer that holds
+Place in the flow: beside `candidates` (pipelines) and `replicas`. A Layer that holds
 much of the model is split over all devices while the rest is replicated on them (the paper's large
 scale classification): its gradients need not be summed, and no device holds it whole. Capture says
 which ones: an unannotated Layer that has options is one of them.
@@ -9,12 +9,12 @@ which ones: an unannotated Layer that has options is one of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from whale.config import Config
 from whale.cost.compute import CostModel
-from whale.ir.model_graph import ModelGraph
 from whale.ir.strategy import Scope, Tag
-from whale.planner.candidates import Candidate, feed, tagged
+from whale.planner.candidate import Candidate, with_feed
 
 
 def around_large(
@@ -26,36 +26,24 @@ def around_large(
     if costs.cluster.num_devices < 2 or not 0 < len(chosen) < len(costs.graph.layers):
         return
     names = " and ".join(costs.graph.layers[i].path for i in chosen)
+    parts = _stretches(len(costs.graph.layers), chosen)
     for count in num_micro_batches:
-        text = f"data parallel with {names} split"
-        yield Candidate(
-            about=f"{text}, {count} micro-batches" if count > 1 else text,
-            graph=_split(costs.graph, chosen, count, config.pipeline.schedule),
+        yield with_feed(
+            f"data parallel with {names} split",
+            costs.graph,
+            parts,
+            count,
+            config.pipeline.schedule,
         )
 
 
-def _split(
-    graph: ModelGraph,
-    chosen: Sequence[int],
-    num_micro_batch: int,
-    schedule: str,
-) -> ModelGraph:
+def _stretches(num_layers: int, chosen: Sequence[int]) -> list[tuple[range, Tag]]:
     """The Layers in stretches, those chosen under `split`, the others under `replicate`."""
-    outer: Tag = (feed(num_micro_batch, schedule),) if num_micro_batch > 1 else ()
-    stretches: list[tuple[bool, int, int]] = []
-    members = set(chosen)
-    for index in range(len(graph.layers)):
-        inside = index in members
-        if stretches and stretches[-1][0] == inside:
-            stretches[-1] = (inside, stretches[-1][1], index + 1)
-        else:
-            stretches.append((inside, index, index + 1))
     parts: list[tuple[range, Tag]] = []
-    for number, (inside, low, high) in enumerate(stretches):
-        scope = Scope(
-            kind="split" if inside else "replicate",
-            uid=-2 - number,
-            where="auto",
-        )
-        parts.append((range(low, high), (*outer, scope)))
-    return tagged(graph, parts)
+    runs = groupby(range(num_layers), key=set(chosen).__contains__)
+    for number, (inside, run) in enumerate(runs):
+        members = list(run)
+        kind = "split" if inside else "replicate"
+        scope = Scope(kind=kind, uid=-2 - number, where="auto")
+        parts.append((range(members[0], members[-1] + 1), (scope,)))
+    return parts
