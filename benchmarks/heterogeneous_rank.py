@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,8 @@ from torch import nn
 import whale as wh
 from whale.annotations import discover
 from whale.engine.capture import capture
-from whale.engine.measure import calibrate, card_of
-from whale.engine.measure_layers import heaviest, measure_layers
-from whale.engine.measure_links import Together, measure_contention
+from whale.engine.measure import calibrate, with_layers
+from whale.engine.measure_links import Together
 from whale.errors import PlanError
 from whale.models.registry import optimizer_factory, preset
 
@@ -130,31 +129,21 @@ class Bench:
         self, name: str, model: nn.Module, batch: Any, loss: Any, rows: Sequence[int]
     ) -> Path:
         """The profile with this model's Layers, as a file."""
-        captured = capture(model, batch, loss)
-        with Together() as together:
-            layers = measure_layers(
-                model,
-                captured,
-                self.device,
-                rows,
-                repeats=3,
-                budget_s=25.0,
-                synchronize=together.wait,
-                turn=together.turns(card_of(self.device)),
-            )
-            with heaviest(model, captured, layers, self.device) as load:
-                lost, contention = measure_contention(
-                    self.num_ranks, self.device, load, symmetric=self.symmetric
-                )
-            everyone = together.gather((layers, lost))
-        devices = tuple(
-            replace(device, layers=found, lost=part)
-            for device, (found, part) in zip(self.base.devices, everyone, strict=True)
+        found = with_layers(
+            self.base,
+            model,
+            batch,
+            loss,
+            rows,
+            device=self.device,
+            repeats=3,
+            budget_s=25.0,
+            symmetric_memory=self.symmetric,
         )
-        self.say(f"{name}: calibrated", contention=contention, lost=[p for _, p in everyone])
+        lost = [d.lost for d in found.devices]
+        self.say(f"{name}: calibrated", contention=found.contention, lost=lost)
         path = self.folder / f"{name}-{self.rank}.json"
-        about = f"Layers of {name}"
-        replace(self.base, devices=devices, contention=contention, about=about).write(path)
+        found.write(path)
         return path
 
     def alone(self, size: Size, rows: int) -> list[float]:

@@ -26,8 +26,9 @@ from whale.engine.measure_device import (
 )
 from whale.engine.measure_layers import heaviest, measure_layers
 from whale.engine.measure_links import Together, measure_contention, measure_links
+from whale.engine.stopwatch import Work
 from whale.ir.device_types import type_in
-from whale.ir.profile import DeviceProfile, LayerTime, Profile
+from whale.ir.profile import DeviceProfile, Profile
 from whale.runtime.batch import Loss
 
 ROWS = (1, 4, 16, 64)
@@ -58,10 +59,7 @@ def calibrate(
         budget_s: Seconds for the Layers of the model, at most (larger row counts are given up).
         symmetric_memory: Sums go through it, as `communication.symmetric_memory` will have it.
     """
-    if device is None:
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    captured = capture(model, batch, loss) if model is not None else None
+    device = device or _own_device()
     with Together() as together:
         if together.num_ranks > 1:
             # Opens the communicator, whose buffers are no memory for tensors.
@@ -72,46 +70,87 @@ def calibrate(
         launch_s = measure_launch(device)
         together.wait()
         dtypes = default_dtypes(device) if dtypes is None else dtypes
-        rates = measure_rates(device, dtypes, synchronize=together.wait)
-        apply_bytes_per_s = measure_apply(device, synchronize=together.wait)
-        layers: dict[str, LayerTime] = {}
-        if model is not None and captured is not None:
-            layers = measure_layers(
-                model,
-                captured,
-                device,
-                rows,
-                repeats=repeats,
-                budget_s=budget_s,
-                synchronize=together.wait,
-                turn=together.turns(card_of(device)),
-            )
-        links = measure_links(together.num_ranks, device, symmetric=symmetric_memory)
-        with heaviest(model, captured, layers, device) as load:
-            lost, contention = measure_contention(
-                together.num_ranks, device, load, symmetric=symmetric_memory
-            )
         mine = DeviceProfile(
             type=_type_of(device),
             memory_bytes=memory,
             reserved_bytes=reserved,
             launch_s=launch_s,
-            apply_bytes_per_s=apply_bytes_per_s,
-            rates=rates,
-            layers=layers,
-            lost=lost,
+            rates=measure_rates(device, dtypes, synchronize=together.wait),
+            apply_bytes_per_s=measure_apply(device, synchronize=together.wait),
             card=card_of(device),
         )
+        links = measure_links(together.num_ranks, device, symmetric=symmetric_memory)
         found = together.gather((mine, _card_bytes(device)))
     about = f"torch {torch.__version__}, {len(found)} rank{'s' if len(found) > 1 else ''}"
-    if model is not None:
-        about += f", Layers of {type(model).__name__}"
-    return Profile(
-        devices=_shared(found),
-        links=links,
-        contention=contention if together.num_ranks > 1 else None,
-        about=about,
+    profile = Profile(devices=_shared(found), links=links, about=about)
+    if model is None:
+        return _side_by_side(profile, device, symmetric_memory=symmetric_memory)
+    return with_layers(
+        profile,
+        model,
+        batch,
+        loss,
+        rows,
+        device=device,
+        repeats=repeats,
+        budget_s=budget_s,
+        symmetric_memory=symmetric_memory,
     )
+
+
+def with_layers(
+    profile: Profile,
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None,
+    rows: Sequence[int] = ROWS,
+    *,
+    device: torch.device | None = None,
+    repeats: int = 5,
+    budget_s: float = 60.0,
+    symmetric_memory: bool = False,
+) -> Profile:
+    """A profile of devices and links with a model's Layers in it; arguments as for `calibrate`."""
+    device = device or _own_device()
+    captured = capture(model, batch, loss)
+    with Together() as together:
+        layers = measure_layers(
+            model,
+            captured,
+            device,
+            rows,
+            repeats=repeats,
+            budget_s=budget_s,
+            synchronize=together.wait,
+            turn=together.turns(card_of(device)),
+        )
+        everyone = together.gather(layers)
+    devices = [replace(d, layers=f) for d, f in zip(profile.devices, everyone, strict=True)]
+    about = f"{profile.about}, Layers of {type(model).__name__}"
+    profile = replace(profile, devices=tuple(devices), about=about)
+    with heaviest(model, captured, layers, device) as load:
+        return _side_by_side(profile, device, load, symmetric_memory=symmetric_memory)
+
+
+def _side_by_side(
+    profile: Profile, device: torch.device, load: Work | None = None, *, symmetric_memory: bool
+) -> Profile:
+    """With what computing `load` and summing gradients take from each other."""
+    if len(profile.devices) == 1:
+        return profile
+    with Together() as together:
+        lost, contention = measure_contention(
+            together.num_ranks, device, load, symmetric=symmetric_memory
+        )
+        everyone = together.gather(lost)
+    devices = [replace(d, lost=part) for d, part in zip(profile.devices, everyone, strict=True)]
+    return replace(profile, devices=tuple(devices), contention=contention)
+
+
+def _own_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _type_of(device: torch.device) -> str:

@@ -82,8 +82,8 @@ def measure_layers(
 
 @contextmanager
 def heaviest(
-    model: nn.Module | None,
-    captured: Captured | None,
+    model: nn.Module,
+    captured: Captured,
     times: Mapping[str, LayerTime],
     device: torch.device,
 ) -> Iterator[Work | None]:
@@ -91,7 +91,7 @@ def heaviest(
 
     `times` are what `measure_layers` found; None where it found nothing.
     """
-    if model is None or captured is None or not times:
+    if not times:
         yield None
         return
     totals: dict[str, float] = {}

@@ -224,7 +224,7 @@ def test_the_load_beside_sums_is_the_layer_that_takes_longest() -> None:
     # 2 rows through 4 x 4, forward and the weight's gradient: its input is data.
     assert counter.get_total_flops() == 2 * 2 * 2 * 4 * 4
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    with heaviest(None, None, {}, CPU) as nothing:
+    with heaviest(model, captured, {}, CPU) as nothing:
         assert nothing is None
 
 
