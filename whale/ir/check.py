@@ -16,6 +16,11 @@ from whale.ir.plan import Plan, SplitLayer, TaskGraphPlan
 
 def check_plan(plan: Plan) -> Plan:
     """Returns `plan` unchanged, or raises PlanError."""
+    _require(
+        isinstance(plan.strategy, str),
+        f"the plan's strategy is {plan.strategy!r}; allowed: a text",
+        "make the plan again: `whale plan --json F`",
+    )
     _check_stages(plan)
     for taskgraph in plan.taskgraphs:
         _check_taskgraph(plan, taskgraph)

@@ -370,11 +370,6 @@ class Plan:
     @classmethod
     def _from_keys(cls, data: Mapping[str, Any]) -> Plan:
         peaks = [d["peak_bytes"] for d in data["devices"]]
-        if not isinstance(data["strategy"], str):
-            raise PlanError(
-                f"the plan's strategy is {data['strategy']!r}; allowed: a text",
-                hint="make the plan again: `whale plan --json F`",
-            )
         return cls(
             model_hash=data["model_hash"],
             num_ranks=data["num_ranks"],

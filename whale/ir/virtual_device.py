@@ -5,9 +5,11 @@ Place in the flow: made by the planner's placement, read by everything after it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 from whale.ir.sharding import Span, apportion, cuts
@@ -76,12 +78,9 @@ class VirtualDevice:
         return cuts(apportion(rows, self.weights))
 
     def all_rows(self, rows: int, num_micro_batch: int) -> tuple[int, ...]:
-        """By replica, its rows of a global batch: of all micro-batches, which have two sizes."""
-        small, larger = divmod(rows, num_micro_batch)
-        parts = [
-            (larger, self.row_cuts(small + 1)),
-            (num_micro_batch - larger, self.row_cuts(small)),
-        ]
+        """By replica, its rows of a global batch: of all micro-batches."""
+        sizes = Counter(b - a for a, b in pairwise(micro_batch_cuts(rows, num_micro_batch)))
+        parts = [(times, self.row_cuts(size)) for size, times in sizes.items()]
         return tuple(
             sum(times * (points[i + 1] - points[i]) for times, points in parts)
             for i in range(len(self.replicas))

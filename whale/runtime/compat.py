@@ -17,14 +17,21 @@ from torch.distributed import _symmetric_memory
 from torch.utils.flop_counter import flop_registry
 
 
-def fake_mode() -> FakeTensorMode:
+@contextmanager
+def fake_mode() -> Iterator[None]:
     """Tensors with shapes and no memory.
 
     Torch logs a traceback for every operation that fails on them; whoever asked for fakes handles
     the error.
     """
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.setLevel(before)
 
 
 def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

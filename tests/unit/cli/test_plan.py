@@ -1,4 +1,4 @@
-"""`whale plan`: the JSON contract, exit statuses, what is refused, and a start without torch."""
+"""`whale plan`: the JSON contract, exit statuses, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import whale as wh
 from whale.cli import shipped
-from whale.cli.captured import captured
 from whale.cli.main import main
 from whale.cli.plan import OPTIMIZERS
-from whale.engine.layers import find_layers
 from whale.ir.plan import Plan
 from whale.models.registry import PRESETS, optimizer_factory
 from whale.runtime.optimizer import state_tensors
 
 ROOT = Path(__file__).resolve().parents[3]
 MIXED = "1x8xV100-32GB+1x8xP100-16GB"
-CHEAP = [name for name in PRESETS if name.endswith(("-tiny", "-nano"))]
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -47,18 +43,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return status, shown.out, shown.err
 
     return started
-
-
-def started(*words: str, code: str = "sys.exit(main(sys.argv[1:]))") -> Any:
-    """The same in a fresh interpreter."""
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys\nfrom whale.cli.main import main\n{code}", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 # ---- the contract --------------------------------------------------------------------------------
@@ -237,9 +221,8 @@ def test_shares_are_those_of_the_rows(run: Run) -> None:
     words = ("--cluster", "1x4xT4", "--batch", "10", "--stages", "1", "--json", "-")
     plan = json.loads(run("plan", "bert-large", *words)[1])
     shares = sorted(device["share"] for device in plan["devices"])
-    if plan["num_micro_batch"] == 1:
-        assert shares == pytest.approx([0.2, 0.2, 0.3, 0.3])
-    assert sum(shares) == pytest.approx(1.0)
+    assert plan["num_micro_batch"] == 1
+    assert shares == pytest.approx([0.2, 0.2, 0.3, 0.3])
 
 
 def test_the_least_energy_is_another_plan_than_the_least_time(run: Run) -> None:
@@ -462,49 +445,6 @@ def test_experts_of_a_hundred_billion_parameters_fit(run: Run) -> None:
     status, out, err = run("plan", "m6-100b", "--cluster", "4x8xA100-80GB", "--batch", "256")
     assert status == 0, err
     assert "replicate+split on 32" in out
-
-
-# ---- shipped graphs ------------------------------------------------------------------------------
-
-REGENERATE = "write them again: PYTHONPATH=. python scripts/preset_graphs.py"
-
-
-def test_every_preset_is_shipped() -> None:
-    abouts = {name: preset.about for name, preset in PRESETS.items()}
-    assert shipped.shipped() == dict(sorted(abouts.items())), REGENERATE
-    assert shipped.load("no-such-preset") is None
-
-
-@pytest.mark.parametrize("name", [*CHEAP, "gnmt", "resnet-50-100k"])
-def test_shipped_graphs_are_what_a_capture_gives(name: str) -> None:
-    assert shipped.load(name) == captured(name), REGENERATE
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in CHEAP])
-def test_shipped_graphs_are_of_the_presets_models(name: str) -> None:
-    """The figures are compared on the small siblings, built of the same modules."""
-    preset, found = PRESETS[name], shipped.load(name)
-    assert found is not None
-    with torch.device("meta"):
-        model = preset.build()
-    if preset.annotate is not None:  # what is tagged apart is a Layer of its own
-        preset.annotate(model)
-    ours = {p.name: p.shape for p in found.graph.parameters}
-    assert ours == {n: tuple(p.shape) for n, p in model.named_parameters()}, REGENERATE
-    kinds = {path: type(layer).__name__ for path, layer in find_layers(model).items()}
-    assert {x.path: x.kind for x in found.graph.layers} == kinds, REGENERATE
-    assert (found.rows, found.seq) == (preset.rows, preset.seq), REGENERATE
-    assert (found.precision, found.optimizer) == (preset.precision, preset.optimizer), REGENERATE
-    assert found.num_micro_batch == preset.num_micro_batch, REGENERATE
-    assert found.annotated == (preset.annotate is not None), REGENERATE
-
-
-def test_a_shipped_graph_needs_no_torch() -> None:
-    code = "status = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(status)"
-    done = started("plan", "bert-large", "--cluster", MIXED, "--json", "-", code=code)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["num_ranks"] == 16
-    assert started("plan", "bert-large", code=code).returncode == 2
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

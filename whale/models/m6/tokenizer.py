@@ -251,10 +251,11 @@ class Tokenizer:
 
 
 def _most_frequent(sources: Sequence[Counter[str]], room: int) -> list[str]:
-    shares: Counter[str] = Counter()
+    shares: dict[str, float] = {}
     for counts in sources:
         total = counts.total()
-        shares.update({piece: count / total for piece, count in counts.items()})  # type: ignore[misc]
+        for piece, count in counts.items():
+            shares[piece] = shares.get(piece, 0.0) + count / total
     return sorted(shares, key=lambda piece: (-shares[piece], piece))[:room]
 
 
