@@ -115,6 +115,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def page(rows: Iterable[Mapping[str, Any]]) -> str:
     """The results as markdown."""
+    rows = list(rows)
     found = [row for row in rows if "sides" in row]
     lines = [
         "# Unequal GPUs: hardware-aware against equal",
@@ -207,6 +208,23 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
                 f"| {_ranks(row)} | {row['network']} | {row['model']} | {name} "
                 f"| {side['predicted_s']:.3f} | "
                 f"{side['measured_s']:.3f} | {side['time_error']:+.1%} | {memory} |"
+            )
+    lines += [
+        "",
+        "## Sums and compute side by side",
+        "",
+        "As calibrated before each run, with the Layer that takes most of the model's step: the "
+        "share of its speed that each loses while the other runs.",
+        "",
+        "| ranks | network | run | sums lose | compute loses, by rank |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        name, calibrated, _ = row["experiment"].partition(": calibrated")
+        if calibrated:
+            lost = " / ".join(f"{part:.0%}" for part in row["lost"])
+            lines.append(
+                f"| {_ranks(row)} | {row['network']} | {name} | {row['contention']:.0%} | {lost} |"
             )
     return "\n".join(lines) + "\n"
 
