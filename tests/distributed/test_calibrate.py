@@ -9,7 +9,7 @@ import torch
 import whale as wh
 from tests.ranks import run_ranks
 from whale.engine.measure import calibrate
-from whale.engine.measure_links import Together
+from whale.engine.measure_links import Together, measure_contention
 from whale.ir.profile import Profile
 from whale.models.registry import preset
 
@@ -31,8 +31,18 @@ def test_all_ranks_hold_the_same_profile() -> None:
     names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
     assert set(found.links) == {(name, 2, 1) for name in names}
     assert all(latency >= 0 and speed > 0 for latency, speed in found.links.values())
-    assert found.contention is not None
-    assert all(0 <= share <= 0.9 for share in (found.contention, *(d.lost for d in found.devices)))
+    assert found.contention is None
+
+
+def side_by_side() -> tuple[float, float]:
+    wh.init()
+    return measure_contention(2, torch.device("cpu"))
+
+
+def test_sums_and_compute_side_by_side() -> None:
+    first, second = run_ranks(2, side_by_side)
+    assert first[1] == second[1]
+    assert all(0 <= share <= 0.9 for share in (*first, *second))
 
 
 def busy() -> int:
