@@ -2,8 +2,9 @@
 
 Place in the flow: the planner scores its candidates with it, `whale simulate` draws it. A *lane* is
 one replica of a device group: its ranks work in step. A compute starts when its lane is free and
-the rows it needs have arrived; messages queue per edge and lane; gradient buckets are summed as the
-last backward completes them, one after another in a group of ranks.
+the rows it needs have arrived; a message begins when its lane has come to receive it;
+gradient buckets are summed as the last backward completes them, one after another in a group of
+ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from whale.ir.device_types import device_type
 from whale.ir.plan import Plan
 from whale.ir.prices import Prices, StagePrice
 from whale.ir.schedule import Action
+from whale.sim.cards import neighbours, paces, seconds_alone
 from whale.sim.finish import Runner, Sum, finish
 from whale.sim.report import DeviceReport, Event, MemoryParts, Report
 
 Orders = Mapping[int, Sequence[Action]]
 """The actions of each device group (`planner.schedules.rank_actions`)."""
+
+_ROUNDS = 3
 
 
 @dataclass(slots=True)
@@ -33,6 +37,8 @@ class _Lane:
     replica: int
     ranks: tuple[int, ...]
     queue: list[Action]
+    pace: float = 1.0
+    """Its seconds over those with all neighbours on its card at work."""
     position: int = 0
     clock: float = 0.0
     free_s: float = 0.0
@@ -78,7 +84,16 @@ class _Simulation:
                 ranks = tuple(rank for index in same for rank in device.replicas[index].ranks)
                 self.lanes.append(_Lane(group, same[0], ranks, computes))
         self.done: dict[tuple[str, int, int, int], float] = {}
-        self.line_free: dict[tuple[int, int, int, str], float] = {}
+        self.of_rank = {rank: i for i, lane in enumerate(self.lanes) for rank in lane.ranks}
+        self.neighbours = neighbours(prices.devices, [lane.ranks for lane in self.lanes])
+        self.waits = len(plan.schedule.groups) > 1
+        """Whether lanes wait for each other before the step's end."""
+
+    def _alone(self, lane: _Lane) -> float:
+        stages = self.plan.schedule.groups[lane.group]
+        return seconds_alone(
+            [self.price[s, lane.replica] for s in stages if (s, lane.replica) in self.price]
+        )
 
     def _alike(self, num_replicas: int) -> list[list[int]]:
         """Replicas in groups that do the same at the same time, so that each is a lane once.
@@ -99,6 +114,28 @@ class _Simulation:
     # ---- the computes ---------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Puts the computes on the clock.
+
+        Where lanes that wait for each other share a card, one is faster while the others wait, who
+        wait less if it is: a few rounds settle that, with the mean of a step. (Lanes that never
+        wait are `finish`'s, which knows when each ends.)
+        """
+        self._play()
+        if not self.waits or not any(self.neighbours):
+            return
+        for _ in range(_ROUNDS):
+            end = max(lane.clock for lane in self.lanes) or 1.0
+            rests = [1.0 - lane.compute_s / end for lane in self.lanes]
+            alone = [self._alone(lane) for lane in self.lanes]
+            self.lanes = [
+                _Lane(lane.group, lane.replica, lane.ranks, lane.queue, pace)
+                for lane, pace in zip(self.lanes, paces(alone, rests, self.neighbours), strict=True)
+            ]
+            self.done.clear()
+            self.events.clear()
+            self._play()
+
+    def _play(self) -> None:
         waiting = True
         while waiting:
             waiting = moved = False
@@ -128,7 +165,7 @@ class _Simulation:
         start = max(lane.clock, arrival)
         if self._listens(action):
             lane.free_s = start
-        seconds = _seconds(price, action)
+        seconds = lane.pace * _seconds(price, action)
         end = start + seconds
         lane.compute_s += seconds * (1.0 - _communicated(price))
         lane.clock = end
@@ -157,7 +194,7 @@ class _Simulation:
                 ready = self.done.get((after, peer, batch, other))
                 if ready is None:
                     return None
-                latest = max(latest, self._delivered(ready, edge, other, lane, after))
+                latest = max(latest, self._delivered(ready, edge, lane))
         return latest
 
     def _listens(self, action: Action) -> bool:
@@ -168,17 +205,16 @@ class _Simulation:
         own = self.links.group[action.stage]
         return any(self.links.group[peer] != own for peer in peers[action.stage])
 
-    def _delivered(
-        self, ready: float, edge: tuple[int, int], other: int, lane: _Lane, kind: str
-    ) -> float:
-        """When a message that was ready has come through its line."""
+    def _delivered(self, ready: float, edge: tuple[int, int], lane: _Lane) -> float:
+        """When a message that was ready has arrived.
+
+        Its receive is posted right before the compute that needs it (`rank_actions` says why), and
+        without it no message begins: the lane is not busy meanwhile, so none waits for another.
+        """
         seconds = self.messages.get(edge, 0.0)
         if self.links.group[edge[0]] == self.links.group[edge[1]] or not seconds:
             return ready
-        line = (edge[0], other, lane.replica, kind)
-        begin = max(ready, self.line_free.get(line, 0.0))
-        self.line_free[line] = begin + seconds
-        return begin + seconds
+        return max(ready, lane.clock) + seconds
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -196,7 +232,7 @@ class _Simulation:
 
     def _reduce(self) -> dict[int, float]:
         """When every rank has all its gradients; lanes that are slowed by sums end later."""
-        of_rank = {rank: i for i, lane in enumerate(self.lanes) for rank in lane.ranks}
+        of_rank = self.of_rank
         found = []
         for reduce in self.prices.reduces:
             users = sorted({of_rank[rank] for rank in reduce.ranks if rank in of_rank})
@@ -206,7 +242,7 @@ class _Simulation:
             item = Sum(ranks=reduce.ranks, seconds=reduce.seconds, released=released)
             found.append((max((t for _, t in released), default=0.0), reduce.nbytes, item))
         found.sort(key=lambda entry: entry[0])
-        runners = self._runners(of_rank)
+        runners = self._runners()
         finish(runners, [item for _, _, item in found], self.prices.contention)
         self._retime(runners)
         ready = {rank: self.lanes[i].clock for rank, i in of_rank.items()}
@@ -218,32 +254,20 @@ class _Simulation:
                 self._event(item.ranks, "reduce", name, item.begin_s, item.end_s, None)
         return ready
 
-    def _runners(self, of_rank: Mapping[int, int]) -> list[Runner]:
+    def _runners(self) -> list[Runner]:
         """The lanes as `finish` sees them."""
-        cards: dict[str, set[int]] = {}
-        for device in self.prices.devices:
-            if device.card and device.rank in of_rank:
-                cards.setdefault(device.card, set()).add(of_rank[device.rank])
-        runners = []
-        for i, lane in enumerate(self.lanes):
-            mine = {self.prices.devices[rank].card for rank in lane.ranks} - {""}
-            stages = self.plan.schedule.groups[lane.group]
-            prices = [
-                self.price[s, lane.replica] for s in stages if (s, lane.replica) in self.price
-            ]
-            total = sum(p.forward_s + p.backward_s for p in prices)
-            alone = sum(p.alone * (p.forward_s + p.backward_s) for p in prices)
-            runners.append(
-                Runner(
-                    ranks=lane.ranks,
-                    free_s=lane.free_s,
-                    end_s=lane.clock,
-                    lost=max(self.prices.devices[rank].lost for rank in lane.ranks),
-                    alone=alone / total if total else 1.0,
-                    neighbours=tuple(sorted(set().union(*(cards[c] for c in mine)) - {i})),
-                )
+        return [
+            Runner(
+                ranks=lane.ranks,
+                free_s=lane.free_s,
+                end_s=lane.clock,
+                lost=max(self.prices.devices[rank].lost for rank in lane.ranks),
+                # Of lanes that wait for each other, `run` has counted it.
+                alone=1.0 if self.waits else self._alone(lane),
+                neighbours=others,
             )
-        return runners
+            for lane, others in zip(self.lanes, self.neighbours, strict=True)
+        ]
 
     def _retime(self, runners: Sequence[Runner]) -> None:
         """What was put on the clock before the others' work was known, moved to where it is."""

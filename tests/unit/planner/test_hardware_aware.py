@@ -203,8 +203,9 @@ def test_the_simulator_knows_the_bubble(num_micro_batch: int):
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zero-bubble"])
-def test_the_simulator_agrees_with_a_plainer_clock(kind: str):
-    """Unequal stages, nothing sent: two models of the clock, one answer."""
+@pytest.mark.parametrize("message_s", [0.0, 0.7])
+def test_the_simulator_agrees_with_a_plainer_clock(kind: str, message_s: float):
+    """Unequal stages: two models of the clock, one answer."""
     work = [1e9, 3e9, 2e9]
     graph = chain(work, tags=stages(3))
     plan = make(
@@ -216,7 +217,7 @@ def test_the_simulator_agrees_with_a_plainer_clock(kind: str):
     )
     free = replace(
         plan.prices,
-        messages=(),
+        messages=tuple(replace(m, seconds=message_s) for m in plan.prices.messages),
         devices=tuple(replace(d, apply_s=0.0) for d in plan.prices.devices),
     )
     orders = orders_of(plan.schedule)
@@ -231,9 +232,31 @@ def test_the_simulator_agrees_with_a_plainer_clock(kind: str):
         return price.backward_s - (price.weight_s if action.kind == "I" else 0.0)
 
     report = simulate(replace(plan, prices=free), orders)
-    line = timeline(plan.schedule, orders, cost)
+    assert len(free.messages) == 2
+    line = timeline(plan.schedule, orders, cost, message_s)
     assert report.step_seconds == pytest.approx(line.step_s)
     assert report.bubble == pytest.approx(line.bubble)
+
+
+def test_a_lane_is_faster_while_its_neighbour_on_the_card_waits():
+    """One micro-batch: each of two equal stages rests half of the step, whatever its pace."""
+    graph = chain([1e9] * 2, tags=stages(2))
+    plan = make(graph, cluster(1e9, 1e9), rows=2, pipeline__num_micro_batch=1)
+    apart = replace(
+        plan.prices,
+        messages=(),
+        devices=tuple(replace(d, apply_s=0.0) for d in plan.prices.devices),
+        stages=tuple(replace(p, alone=0.6) for p in plan.prices.stages),
+    )
+    shared = replace(apart, devices=tuple(replace(d, card="one") for d in apart.devices))
+    nominal, faster = (
+        simulate(replace(plan, prices=prices), orders_of(plan.schedule))
+        for prices in (apart, shared)
+    )
+    assert nominal.step_seconds == pytest.approx(2 * 3 * 2.0)
+    assert faster.step_seconds == pytest.approx(0.8 * nominal.step_seconds)
+    assert faster.bubble == pytest.approx(0.5)
+    assert len(faster.events) == len(nominal.events)
 
 
 def test_activations_follow_the_schedule():

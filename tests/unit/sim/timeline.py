@@ -1,4 +1,4 @@
-"""A second, plainer model of the clock: computes alone, for any cost; `simulate` must agree.
+"""A second, plainer model of the clock: computes and messages of any cost; `simulate` must agree.
 
 Place in the flow: an oracle of the tests; `whale.sim` does not know it.
 """
@@ -49,13 +49,20 @@ class Timeline:
         return 1.0 - busy / total if total else 0.0
 
 
-def timeline(schedule: Schedule, orders: Mapping[int, Sequence[Action]], cost: Cost) -> Timeline:
+def timeline(
+    schedule: Schedule,
+    orders: Mapping[int, Sequence[Action]],
+    cost: Cost,
+    message_s: float = 0.0,
+) -> Timeline:
     """Runs every group's computes in their order on a clock.
 
     Args:
         schedule: Stages, device groups and the edges between stages.
         orders: The actions of each device group; messages in them are passed over.
         cost: Seconds of a compute.
+        message_s: Seconds of a message between groups, which a group takes in when it does nothing
+            else.
     """
     queues = {g: [a for a in actions if a.is_compute] for g, actions in orders.items()}
     done: dict[tuple[str, int, int], float] = {}
@@ -70,7 +77,9 @@ def timeline(schedule: Schedule, orders: Mapping[int, Sequence[Action]], cost: C
                 ready = _ready(schedule, action, done)
                 if ready is None:
                     break
-                start = max(clock[group], ready)
+                start = max(clock[group], *ready)
+                if ready[1]:
+                    start += message_s
                 end = start + cost(action)
                 clock[group] = end
                 done[_key(action)] = end
@@ -95,8 +104,8 @@ def _key(action: Action) -> tuple[str, int, int]:
 
 def _ready(
     schedule: Schedule, action: Action, done: Mapping[tuple[str, int, int], float]
-) -> float | None:
-    """When the inputs of a compute are there; None: not known yet."""
+) -> tuple[float, float] | None:
+    """When a compute's inputs of its own group are there, and those of others; None: not yet."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind == "F":
         needs = [("F", a, micro_batch) for a, b in schedule.edges if b == stage]
@@ -105,7 +114,9 @@ def _ready(
     else:
         needs = [("F", stage, micro_batch)]
         needs += [("B", b, micro_batch) for a, b in schedule.edges if a == stage]
-    times = [done.get(need) for need in needs]
-    if any(time is None for time in times):
+    if any(need not in done for need in needs):
         return None
-    return max((time for time in times if time is not None), default=0.0)
+    own = next(group for group in schedule.groups if stage in group)
+    near = [done[need] for need in needs if need[1] in own]
+    far = [done[need] for need in needs if need[1] not in own]
+    return max(near, default=0.0), max(far, default=0.0)
