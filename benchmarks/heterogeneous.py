@@ -2,6 +2,8 @@
 
 `python -m benchmarks.heterogeneous --out F.jsonl` on a machine with a GPU and CUDA MPS runs all of
 it (about 15 minutes); `--runs 66-33` one part. `--device cpu --size tiny` tries the script itself.
+Ranks are the GPUs of one node, whose sums go through shared memory, or (`hosts`) each a host of its
+own on a network of 1 GB/s.
 `python -m benchmarks.heterogeneous --page F.jsonl --to benchmarks/results/heterogeneous-gpu.md`
 writes the page.
 """
@@ -20,6 +22,8 @@ from typing import Any
 
 from benchmarks.virtual_gpus import RanksFailedError, one_node, start_ranks
 
+NETWORK_BYTES_PER_S = 1_000_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -28,14 +32,18 @@ class Run:
     shares: tuple[int, ...]
     experiments: str
     memory: tuple[str, ...] | None = None
+    hosts: bool = False
+    """Whether each rank is a host of its own, or all are GPUs of one node."""
 
 
 RUNS: Mapping[str, Run] = {
-    "50-50-memory": Run(shares=(50, 50), experiments="memory", memory=("70G", "14G")),
-    "25x4-memory": Run(shares=(25, 25, 25, 25), experiments="head-1m", memory=("22G",) * 4),
-    "66-33": Run(shares=(66, 33), experiments="bert,gnmt,bert-pipeline,t5-pipeline,resnet"),
+    "66-33": Run(shares=(66, 33), experiments="bert,gnmt,resnet"),
     "70-30": Run(shares=(70, 30), experiments="resnet-local"),
-    "40-20-20-20": Run(shares=(40, 20, 20, 20), experiments="bert-pipeline,head,bert-4"),
+    "40-20-20-20": Run(shares=(40, 20, 20, 20), experiments="bert-4,head"),
+    "66-33-hosts": Run(shares=(66, 33), experiments="bert-pipeline,t5-pipeline", hosts=True),
+    "40-20-20-20-hosts": Run(shares=(40, 20, 20, 20), experiments="bert-pipeline,head", hosts=True),
+    "25x4-memory": Run(shares=(25, 25, 25, 25), experiments="head-1m", memory=("22G",) * 4),
+    "50-50-memory": Run(shares=(50, 50), experiments="memory", memory=("70G", "14G"), hosts=True),
 }
 
 
@@ -46,11 +54,6 @@ def main() -> int:
     parser.add_argument("--experiments", help="instead of all of a run's")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--size", default="gpu", choices=("gpu", "tiny"))
-    parser.add_argument(
-        "--symmetric",
-        action="store_true",
-        help="sums through symmetric memory: the ranks are one node with NVLink, not hosts",
-    )
     parser.add_argument("--timeout", type=float, default=500.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path, nargs="+")
@@ -68,7 +71,11 @@ def main() -> int:
             arguments = ["--experiments", options.experiments or chosen.experiments]
             arguments += ["--size", options.size, "--device", options.device, "--out", str(lines)]
             environment = {}
-            if options.symmetric:
+            if chosen.hosts:
+                arguments += ["--bytes-per-s", str(NETWORK_BYTES_PER_S)]
+                # A socket is what is paced, and a channel has one.
+                environment = {"NCCL_MAX_NCHANNELS": "1"}
+            elif options.device == "cuda":
                 arguments.append("--symmetric")
                 environment = one_node(len(chosen.shares))
             try:
@@ -87,7 +94,7 @@ def main() -> int:
             found = lines.read_text().splitlines() if lines.exists() else []
         for line in found:
             row = {"run": name, "shares": chosen.shares, "memory": chosen.memory}
-            row["network"] = "shared memory" if options.symmetric else "sockets"
+            row["network"] = "hosts, 1 GB/s" if chosen.hosts else "one node"
             row |= json.loads(line)
             print(_line(row), flush=True)
             if options.out is not None:
@@ -97,7 +104,7 @@ def main() -> int:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    text = f"{row['run']:13} {row['experiment']:14}"
+    text = f"{row['run']:17} {row['experiment']:14}"
     if "error" in row:
         return f"{text} {row['error']}"
     for name, side in row.get("sides", {}).items():
@@ -122,9 +129,10 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         "",
         "`python -m benchmarks.heterogeneous --out F.jsonl`, then `--page F.jsonl --to` this file.",
         f"{datetime.now(UTC):%Y-%m-%d}, one NVIDIA H200 as several virtual GPUs (CUDA MPS: the "
-        "shares are percent of its SMs), torch 2.11, TF32 products. Network: `sockets` is NCCL "
-        "over the loopback device, as between hosts; `shared memory` is "
-        "`communication.symmetric_memory`, as NVLink inside one.",
+        "shares are percent of its SMs), torch 2.11, TF32 products. Network: in one node sums go "
+        "through `communication.symmetric_memory`, as over NVLink; between hosts it is NCCL over "
+        "sockets of the loopback device, each paced to 1 GB/s. (Bare, the loopback device moves "
+        "between 1.6 and 4.1 GB/s from one run to the next: heterogeneous-gpu-loopback.jsonl.)",
         "",
         "## Data parallel",
         "",

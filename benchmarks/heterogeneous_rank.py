@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 import whale as wh
+from benchmarks.paced_sockets import pace_sockets
 from whale.annotations import discover
 from whale.engine.capture import capture
 from whale.engine.measure import calibrate, with_layers
@@ -97,9 +98,7 @@ class Bench:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.cluster = discover()
         started = time.monotonic()
-        self.base = calibrate(
-            device=device, dtypes=("float32",), repeats=3, symmetric_memory=symmetric
-        )
+        self.base = calibrate(device=device, dtypes=("float32",), symmetric_memory=symmetric)
         self.say(
             "calibrated",
             seconds=time.monotonic() - started,
@@ -136,7 +135,6 @@ class Bench:
             loss,
             rows,
             device=self.device,
-            repeats=3,
             budget_s=25.0,
             symmetric_memory=self.symmetric,
         )
@@ -439,10 +437,13 @@ def main() -> None:
     parser.add_argument("--size", default="gpu", choices=tuple(SIZES))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--symmetric", action="store_true")
+    parser.add_argument("--symmetric", action="store_true", help="sums through shared memory")
+    parser.add_argument("--bytes-per-s", type=int, help="of the network between hosts")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = False
+    if options.bytes_per_s:
+        pace_sockets(options.bytes_per_s)
     wh.init({"timeout_seconds": 120.0}, device=options.device)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,7 @@ from whale.engine.measure_device import (
     measure_launch,
     measure_rates,
 )
-from whale.engine.measure_layers import heaviest, measure_layers
+from whale.engine.measure_layers import REPEATS, heaviest, measure_layers
 from whale.engine.measure_links import Together, measure_contention, measure_links
 from whale.engine.stopwatch import Work
 from whale.ir.device_types import type_in
@@ -42,7 +42,7 @@ def calibrate(
     *,
     device: torch.device | None = None,
     dtypes: Sequence[str] | None = None,
-    repeats: int = 5,
+    repeats: int = REPEATS,
     budget_s: float = 60.0,
     symmetric_memory: bool = False,
 ) -> Profile:
@@ -106,7 +106,7 @@ def with_layers(
     rows: Sequence[int] = ROWS,
     *,
     device: torch.device | None = None,
-    repeats: int = 5,
+    repeats: int = REPEATS,
     budget_s: float = 60.0,
     symmetric_memory: bool = False,
 ) -> Profile:

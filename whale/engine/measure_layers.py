@@ -6,12 +6,14 @@ Place in the flow: the part of `engine.measure` that knows the model.
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,12 +24,18 @@ from whale.engine.program import tensors_in, tree_map
 from whale.engine.stopwatch import WARM_UP, Stopwatch, Synchronize, Work
 from whale.ir.profile import NOISE, Curve, LayerTime
 
+Made = TypeVar("Made")
+
 _ROUND_S = {"cuda": 10e-3, "cpu": 2e-3}
+_ALONE_S = 0.1
+REPEATS = 7
+"""Rounds of each measurement, of which the median counts."""
 _MOST_CALLS = 8
 _MOST_WEIGHTS = 1 << 27
 """Of a Linear that is timed as it is."""
 _LOADED_S = 0.1
-"""Of a Layer on a CPU at least: several turns of ranks that share a core."""
+"""Of a Layer at least: ranks that share a core take several turns in it, and those that share a
+card are all at work."""
 _WEIGHT_SCALE = 0.02  # as small as trained weights, so that nothing overflows
 
 
@@ -37,7 +45,7 @@ def measure_layers(
     device: torch.device,
     rows: Sequence[int],
     *,
-    repeats: int = 5,
+    repeats: int = REPEATS,
     budget_s: float = 60.0,
     synchronize: Synchronize | None = None,
     turn: tuple[int, int] = (0, 1),
@@ -116,6 +124,15 @@ def _num_calls(captured: Captured, path: str) -> int:
     return max(1, sum(op.layer == path for op in ops))
 
 
+class _Round(NamedTuple):
+    """Some forwards and the backward through all of them."""
+
+    marks: tuple[Any, ...]
+    """Before, between and after."""
+    host_s: tuple[float, float]
+    """Until the host had given the device each part."""
+
+
 class _Bench:
     """One Layer, alone on a device."""
 
@@ -125,7 +142,11 @@ class _Bench:
         self.spent_s = 0.0
         self.kept: dict[int, int] = {}
         """Bytes on the device after a forward, by rows: its output and what backward needs."""
+        self._full, self._failure = False, ""
+        """No larger size is tried; why one did not run."""
         self._module: nn.Module | None = None
+        self._calls, self._once_s = 1, 0.0
+        """Of a round; seconds of one, the host's part included."""
         self._args: tuple[Any, Any] = ((), {})
         self._ones: list[torch.Tensor] | None = None
 
@@ -138,36 +159,51 @@ class _Bench:
     def curve(
         self, sizes: Sequence[int], repeats: int, budget_s: float, synchronize: Synchronize | None
     ) -> dict[int, tuple[float, float]]:
-        """(forward, backward) by rows. Every rank makes all sizes' calls of `synchronize`."""
+        """(forward, backward) by rows. Every rank makes all sizes' calls of `synchronize`.
+
+        All begin each size together: one that is still getting ready would leave its neighbours
+        memory and power that they will not have in training.
+        """
         times: dict[int, tuple[float, float]] = {}
-        going, cost, last = True, 0.0, 0
-        failure = ""
+        last = 0
+        cost = 0.0
         for rows in sizes:
             # The first size is tried whatever it takes; a larger one takes longer in proportion.
             if last and cost * rows / last > budget_s - self.spent_s:
-                going = False
-            start = time.monotonic()
-            if going:
-                try:
-                    times[rows] = self._timed(rows, repeats, budget_s / len(sizes))
-                    last = rows
-                except torch.OutOfMemoryError:
-                    going = False
-                except Exception as error:  # noqa: BLE001 - a user's module, on its own
-                    # Another size may do: batch norm wants more than one row. Only the text is
-                    # kept, because an error holds on to the tensors of its frames.
-                    failure = f"{type(error).__name__}: {error}"
-                if rows not in times:
-                    self.close()
-                cost = time.monotonic() - start
-                self.spent_s += cost
+                self._full = True
+            spent_s = self.spent_s
+            ready = not self._full and self._attempt(partial(self._prepare, rows))
             if synchronize is not None:
-                synchronize(self._once if self._module is not None else None)
-        if failure and not times:
+                synchronize(None)
+            if ready:
+                found = self._attempt(partial(self._timed, repeats, budget_s / len(sizes)))
+                if found is not None:
+                    times[rows], last = found, rows
+            cost = self.spent_s - spent_s
+            if synchronize is not None:
+                synchronize(self._once if rows in times else None)
+        if self._failure and not times:
             warnings.warn(
-                f"{self.path or 'the model'} cannot be timed alone: {failure}"[:300], stacklevel=3
+                f"{self.path or 'the model'} cannot be timed alone: {self._failure}"[:300],
+                stacklevel=3,
             )
         return times
+
+    def _attempt(self, work: Callable[[], Made]) -> Made | None:
+        """What `work` makes; None where it does not run, and then the device is free again."""
+        start = time.monotonic()
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            self._full = True
+        except Exception as error:  # noqa: BLE001 - a user's module, on its own
+            # Another size may do: batch norm wants more than one row. Only the text is kept,
+            # because an error holds on to the tensors of its frames.
+            self._failure = f"{type(error).__name__}: {error}"
+        finally:
+            self.spent_s += time.monotonic() - start
+        self.close()
+        return None
 
     def load(self, rows: int) -> Work:
         """One forward and backward that nothing waits for."""
@@ -194,41 +230,59 @@ class _Bench:
                 if number == mine and times:
                     rows = max(times)
                     start = time.monotonic()
-                    ratio = min(1.0, sum(self._timed(rows, 2, 0.0)) / sum(times[rows]))
+                    self._prepare(rows)
+                    ratio = min(1.0, sum(self._timed(REPEATS, _ALONE_S)) / sum(times[rows]))
                     self.spent_s += time.monotonic() - start
                 synchronize(None)
         return ratio if ratio < 1.0 - NOISE else 1.0
 
-    def _timed(self, rows: int, repeats: int, budget_s: float) -> tuple[float, float]:
-        """Seconds of one forward and of one backward.
-
-        Several forwards, then one backward through all, with nothing between them that waits: as in
-        a step, the host runs ahead of a GPU, activations are new memory, and autograd's engine,
-        which takes as long to start as several kernels, starts once.
-        """
+    def _prepare(self, rows: int) -> bool:
+        """Everything before the first timed round; true, or an error."""
         if self._module is None:
             self._module = _alone(self.layer, self.device)
         self._args, self._ones = ((), {}), None
         self._args = self.example.make(rows, self.device)
-        with torch.enable_grad():
-            for _ in range(WARM_UP - 1):
-                self._once()
-            once, held = self._cost()
-            if self.device.type == "cuda":
+        for _ in range(WARM_UP - 1):
+            self._once()
+        self._once_s, held = self._cost()
+        calls = min(int(_ROUND_S[self.device.type] / max(self._once_s, 1e-9)), _MOST_CALLS, held)
+        self._calls = max(calls, 1)
+        if self.device.type == "cuda":
+            with torch.enable_grad():
                 self.kept[rows] = self._kept()
-            calls = min(int(_ROUND_S[self.device.type] / max(once, 1e-9)), _MOST_CALLS, held)
-            calls = max(calls, 1)
-            if self.device.type == "cpu":
-                repeats = max(repeats, int(_LOADED_S / (calls * max(once, 1e-9))))
-            rounds = min(repeats, max(2, int(budget_s / (calls * max(once, 1e-9)))))
-            marks = [self._round(calls) for _ in range(rounds)]
-        times = [
-            (self.watch.between(a, b) / calls, self.watch.between(b, c) / calls)
-            for a, b, c in marks
-        ]
-        # Ranks may outnumber cores: who shares one is stopped now and then, which is in the mean.
-        middle = statistics.fmean if self.device.type == "cpu" else statistics.median
-        return middle([f for f, _ in times]), middle([b for _, b in times])
+                self._round(self._calls)  # takes from the driver the memory of so many calls
+            self.watch.ahead(0.0)
+            self.watch.synchronize()
+        return True
+
+    def _timed(self, repeats: int, budget_s: float) -> tuple[float, float]:
+        """Seconds of one forward and of one backward: the device's, or the host's if it needs more.
+
+        Of what `_prepare` made ready. Several forwards, then one backward through all, with nothing
+        between them that waits: as in a step, the host runs ahead of a GPU, activations are new
+        memory, and autograd's engine, which takes as long to start as several kernels, starts once.
+        A GPU is given other work first, so that a host that is held up for a moment is not taken
+        for a slow device; of the host's own time the least counts, because all that disturbs it
+        only adds to it.
+        """
+        calls, round_s = self._calls, self._calls * max(self._once_s, 1e-9)
+        repeats = max(repeats, int(_LOADED_S / round_s))
+        rounds = min(repeats, max(2, int(budget_s / round_s)))
+        found = []
+        with torch.enable_grad(), _no_collector():
+            for _ in range(rounds):
+                self.watch.ahead(0.5 * round_s)
+                found.append(self._round(calls))
+        return self._middle(found, 0) / calls, self._middle(found, 1) / calls
+
+    def _middle(self, rounds: Sequence[_Round], part: int) -> float:
+        """Seconds of a round's forwards (part 0) or backward (part 1)."""
+        times = [self.watch.between(r.marks[part], r.marks[part + 1]) for r in rounds]
+        if self.device.type == "cpu":
+            # Ranks may outnumber cores: who shares one is stopped now and then, which is in the
+            # mean.
+            return statistics.fmean(times)
+        return max(statistics.median(times), min(r.host_s[part] for r in rounds))
 
     def _cost(self) -> tuple[float, int]:
         """Seconds of one forward and backward; how many forwards fit in half of what is free."""
@@ -251,25 +305,40 @@ class _Bench:
         del made
         return kept
 
-    def _round(self, calls: int) -> tuple[Any, Any, Any]:
+    def _round(self, calls: int) -> _Round:
         assert self._module is not None
         # Inputs of their own for each call: gradients of one would be added up over the calls,
         # where in a step they go on to the Layer before.
         given = [tree_map(self._args, _leaf) for _ in range(calls)]
-        start = self.watch.mark()
+        clock, marks = [time.perf_counter()], [self.watch.mark()]
         made = [self._module(*args, **kwargs) for args, kwargs in given]
-        middle = self.watch.mark()
+        marks.append(self.watch.mark())
+        clock.append(time.perf_counter())
         outputs = [t for t in tensors_in(made) if t.requires_grad]
         if outputs:
             if self._ones is None:
                 self._ones = [torch.ones_like(t) for t in outputs]
             torch.autograd.backward(outputs, self._ones * calls)
-        return start, middle, self.watch.mark()
+        marks.append(self.watch.mark())
+        clock.append(time.perf_counter())
+        return _Round(tuple(marks), (clock[1] - clock[0], clock[2] - clock[1]))
 
     def _once(self) -> None:
         with torch.enable_grad():
             self._round(1)
         self.watch.synchronize()
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Without Python's collector of cycles, which stops the host for longer than a round takes."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _leaf(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ It returns once all ranks are through with theirs, and repeats that work until t
 
 WARM_UP = 3
 _AHEAD_S = 1e-3
-_AHEAD_BYTES = 1 << 26
+_AHEAD_SIDE = 2048
+_MOST_FILLS = 200
+"""A GPU's queue holds about a thousand kernels; the host waits where it is full."""
 
 
 class Stopwatch:
@@ -31,7 +34,7 @@ class Stopwatch:
         self.device = device
         self.cuda = device.type == "cuda"
         self._filler: torch.Tensor | None = None
-        self._fills = 0
+        self._fill_s = 0.0
 
     def mark(self) -> Any:
         """A point after all work given to the device so far."""
@@ -68,7 +71,7 @@ class Stopwatch:
         calls = min(max(int(target_s / max(self.once(work), 1e-9)), 1), 20)
         found = []
         for _ in range(rounds):
-            self._ahead()
+            self.ahead(_AHEAD_S)
             start = self.mark()
             for _ in range(calls):
                 work()
@@ -76,25 +79,28 @@ class Stopwatch:
             found.append(self.between(start, end) / calls)
         return statistics.median(found)
 
-    def _ahead(self) -> None:
+    def ahead(self, seconds: float) -> None:
         """Gives a GPU so much to do that the host is ahead of it when the timed work begins.
 
         Otherwise small kernels would be timed by how fast the host launches them, which is
-        measured apart.
+        measured apart. Products, because neighbours on the card are being timed too: passes over
+        memory would take more from them than most work does.
         """
         if not self.cuda:
             return
         if self._filler is None:
-            self._filler = torch.zeros(_AHEAD_BYTES, dtype=torch.uint8, device=self.device)
-            self._fills = 10
-            self._fill()
-            self._fills = min(max(int(_AHEAD_S / (self.once(self._fill) / 10)), 1), 100)
-        self._fill()
+            side = _AHEAD_SIDE
+            self._filler = torch.zeros((2, side, side), dtype=torch.float32, device=self.device)
+            self._fill(WARM_UP)
+            self._fill_s = self.once(partial(self._fill, 8)) / 8
+        self._fill(min(max(round(seconds / self._fill_s), 1), _MOST_FILLS))
 
-    def _fill(self) -> None:
+    def _fill(self, count: int) -> None:
         assert self._filler is not None
-        for _ in range(self._fills):
-            self._filler.add_(1)
+        a, out = self._filler
+        with torch.no_grad():
+            for _ in range(count):
+                torch.mm(a, a, out=out)
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -157,7 +157,8 @@ def test_rows_that_do_not_fit_end_the_curve_and_ranks_stay_in_step() -> None:
         for layer in captured.graph.layers
     }
     assert rows == {"Linear": [1, 2, 4, 8], "Hungry": [1, 2]}
-    assert waits == [True] * 6 + [False] * 2
+    # Of each size once before it, at rest, and once after it, at work if it fits.
+    assert waits == [False, True] * 6 + [False, False] * 2
 
 
 def test_a_very_wide_linear_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +167,9 @@ def test_a_very_wide_linear_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) ->
     widths: list[int] = []
     plain = layers._Bench._timed
 
-    def timed(self: Any, rows: int, repeats: int, budget_s: float) -> tuple[float, float]:
+    def timed(self: Any, repeats: int, budget_s: float) -> tuple[float, float]:
         widths.append(self.layer.out_features)
-        plain(self, rows, repeats, budget_s)
+        plain(self, repeats, budget_s)
         return 1.0, 2.0
 
     monkeypatch.setattr(layers._Bench, "_timed", timed)
@@ -186,7 +187,7 @@ def test_neighbours_on_a_card_rest_in_turns(monkeypatch: pytest.MonkeyPatch) -> 
     times: list[float] = []
     waits: list[bool] = []
 
-    def timed(self: Any, rows: int, repeats: int, budget_s: float) -> tuple[float, float]:
+    def timed(self: Any, repeats: int, budget_s: float) -> tuple[float, float]:
         return times.pop(0), 0.0
 
     monkeypatch.setattr(layers._Bench, "_timed", timed)
@@ -205,7 +206,7 @@ def test_neighbours_on_a_card_rest_in_turns(monkeypatch: pytest.MonkeyPatch) -> 
         ratios = [found[layer.signature].alone for layer in captured.graph.layers]
         # The second differs by no more than noise does.
         assert ratios == [0.75, 1.0]
-        assert len(waits) == 2 * (2 + 3)
+        assert len(waits) == 2 * (2 * 2 + 3)
 
 
 def test_the_load_beside_sums_is_the_layer_that_takes_longest() -> None:
