@@ -1,6 +1,6 @@
 """One rank of the benchmark of messages: calibrates, then trains two stages cut at three places.
 
-Place in the flow: started by `messages`. Rank 0 prints one JSON line for each cut.
+Place in the flow: started by `messages`. Rank 0 prints one JSON line for each cut and side.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,10 +21,12 @@ import whale as wh
 from benchmarks.paced_sockets import pace_sockets
 from whale.annotations import discover
 from whale.engine.measure import calibrate
+from whale.planner import receives, schedules
 
 WIDTH, BLOCKS, ROWS, MICRO_BATCHES = 512, 8, 64, 8
 CUTS = (4, 5, 6)
 STEPS = 10
+LOSS = nn.functional.mse_loss
 
 
 class Block(nn.Module):
@@ -44,6 +48,20 @@ def build() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(BLOCKS)))
 
 
+@contextmanager
+def receiving(*, early: bool) -> Iterator[None]:
+    """Gradients are received one compute before they are needed, as ever, or right before it."""
+    usual = receives._early
+    schedules._actions.cache_clear()
+    if not early:
+        receives._early = lambda group, late, needs: late
+    try:
+        yield
+    finally:
+        receives._early = usual
+        schedules._actions.cache_clear()
+
+
 def main() -> None:
     """Runs all cuts."""
     torch.set_num_threads(1)
@@ -51,43 +69,45 @@ def main() -> None:
     wh.init({"timeout_seconds": 60.0}, device="cpu")
     torch.manual_seed(1)
     batch = torch.randn(2, ROWS * MICRO_BATCHES, WIDTH).unbind()
-    loss = nn.functional.mse_loss
-    cluster = discover()
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "profile.json"
-        calibrate(build(), batch, loss, (ROWS // 2, ROWS)).write(profile)
+        calibrate(build(), batch, LOSS, (ROWS // 2, ROWS)).write(profile)
         for cut in CUTS:
-            model = build()
-            names = [str(i) for i in range(BLOCKS)]
-            stages = ("|".join(names[:cut]), "|".join(names[cut:]))
-            wh.annotate(model, {names: wh.stage() for names in stages})
-            step = wh.parallelize(
-                model,
-                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-                batch=batch,
-                loss=loss,
-                cluster=cluster,
-                config={
-                    "pipeline.num_micro_batch": MICRO_BATCHES,
-                    "cluster.profile": str(profile),
-                },
-            )
-            step._lowered.executor.clock.timed_computes = True
-            for _ in range(STEPS):
-                step(batch)
-            report = step.report()
-            step.close()
-            assert report.measured is not None
-            if dist.get_rank() == 0:
-                facts = {
-                    "blocks": (cut, BLOCKS - cut),
-                    "predicted_s": report.step_seconds,
-                    "measured_s": report.measured.step_seconds,
-                    "predicted_compute_s": max(d.compute_s for d in report.devices),
-                    "measured_compute_s": max(d.compute_s or 0.0 for d in report.measured.devices),
-                }
-                print(json.dumps(facts), flush=True)
+            for early in (False, True):
+                with receiving(early=early):
+                    facts = run(cut, batch, profile)
+                if dist.get_rank() == 0:
+                    blocks = (cut, BLOCKS - cut)
+                    print(json.dumps({"blocks": blocks, "early": early, **facts}), flush=True)
     os._exit(0)
+
+
+def run(cut: int, batch: tuple[Tensor, ...], profile: Path) -> dict[str, float]:
+    """One cut: predicted and measured."""
+    model = build()
+    names = [str(i) for i in range(BLOCKS)]
+    stages = ("|".join(names[:cut]), "|".join(names[cut:]))
+    wh.annotate(model, {pattern: wh.stage() for pattern in stages})
+    step = wh.parallelize(
+        model,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        batch=batch,
+        loss=LOSS,
+        cluster=discover(),
+        config={"pipeline.num_micro_batch": MICRO_BATCHES, "cluster.profile": str(profile)},
+    )
+    step._lowered.executor.clock.timed_computes = True
+    for _ in range(STEPS):
+        step(batch)
+    report = step.report()
+    step.close()
+    assert report.measured is not None
+    return {
+        "predicted_s": report.step_seconds,
+        "measured_s": report.measured.step_seconds,
+        "predicted_compute_s": max(d.compute_s for d in report.devices),
+        "measured_compute_s": max(d.compute_s or 0.0 for d in report.measured.devices),
+    }
 
 
 if __name__ == "__main__":

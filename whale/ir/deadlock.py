@@ -47,6 +47,15 @@ def check_schedule(schedule: Schedule, actions: Columns) -> None:
     _Simulation(links, actions).run()
 
 
+def survives_device_waits(schedule: Schedule, actions: Columns) -> bool:
+    """Whether nothing hangs even if every compute waits for all messages posted before it.
+
+    That is what a compute does that waits for its whole device, because messages under way occupy
+    it. Any compute may (an allocation, a library's workspace, a user's synchronize).
+    """
+    return not _Simulation(schedule.links(), actions, device_waits=True).stuck()
+
+
 def _fail(what: str, actions: Columns, arrows: Mapping[int, int], *, hint: str) -> NoReturn:
     raise ScheduleError(f"{what}\n{grid(actions, arrows)}", hint=hint)
 
@@ -146,20 +155,26 @@ def _check_messages(links: Links, actions: Columns, group: int) -> None:
 class _Simulation:
     """The groups, each at a position of its list, and the channels between them."""
 
-    def __init__(self, links: Links, actions: Columns) -> None:
+    def __init__(self, links: Links, actions: Columns, *, device_waits: bool = False) -> None:
         self.links = links
         self.actions = actions
+        self.device_waits = device_waits
         self.at = dict.fromkeys(actions, 0)
         self.sends: dict[tuple[int, int], deque[tuple[Action, int]]] = {}
         self.receives: dict[tuple[int, int], deque[tuple[Action, int]]] = {}
         self.arrived: set[Action] = set()
+        self.under_way = dict.fromkeys(actions, 0)
 
-    def run(self) -> None:
+    def stuck(self) -> dict[int, int]:
+        """Plays until nobody moves; where each group that is not done then stands."""
         moved = True
         while moved:
             # A list, not any(): every group moves as far as it can in each turn.
             moved = any([self._advance(group) for group in self.actions])
-        stuck = {group: at for group, at in self.at.items() if at < len(self.actions[group])}
+        return {group: at for group, at in self.at.items() if at < len(self.actions[group])}
+
+    def run(self) -> None:
+        stuck = self.stuck()
         if stuck:
             lines = "; ".join(self._waits(group, at) for group, at in stuck.items())
             _fail(
@@ -183,10 +198,16 @@ class _Simulation:
             action = column[self.at[group]]
             if action.peer is not None:
                 self._post(action, group)
-            elif not self.arrived.issuperset(self.links.receives_before(action)):
+            elif not self._may_run(action, group):
                 break
             self.at[group] += 1
         return self.at[group] > start
+
+    def _may_run(self, action: Action, group: int) -> bool:
+        if not self.arrived.issuperset(self.links.receives_before(action)):
+            return False
+        # Messages that this group has posted and that have not found their other end.
+        return not (self.device_waits and self.under_way[group])
 
     def _post(self, action: Action, group: int) -> None:
         assert action.peer is not None
@@ -194,6 +215,7 @@ class _Simulation:
         channel = (group, other) if action.is_send else (other, group)
         queues = self.sends if action.is_send else self.receives
         queues.setdefault(channel, deque()).append((action, self.at[group]))
+        self.under_way[group] += 1
         sends = self.sends.setdefault(channel, deque())
         receives = self.receives.setdefault(channel, deque())
         while sends and receives:
@@ -208,3 +230,5 @@ class _Simulation:
                     hint=f"let group {destination} receive in the order group {source} sends",
                 )
             self.arrived.add(receive)
+            for end in channel:
+                self.under_way[end] -= 1

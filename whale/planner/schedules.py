@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from whale.errors import ScheduleError
-from whale.ir.schedule import Action, Links, Schedule
+from whale.ir.schedule import Action, Schedule
+from whale.planner.receives import with_messages
 
 COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Ticks per action, the usual ratio: a backward computes two gradients, so twice a forward."""
@@ -74,21 +75,13 @@ def compute_order(schedule: Schedule, group: int) -> list[Action]:
 def rank_actions(schedule: Schedule, group: int) -> list[Action]:
     """Everything one device group does: its computes with sends and receives around them.
 
-    A send stands right after the compute that makes it due, a receive right before the compute that
-    needs it: one posted earlier could block a device-wide wait inside a compute (a cuDNN workspace,
-    a user's synchronize) on a message that waits for that compute. On each ordered channel (source
-    group to destination group) the receives stand in exactly the order of the sends, activations
-    and gradients alike, because NCCL matches by order alone; where the sender's order is not ours,
-    the messages in between are posted too.
+    A send stands right after the compute that makes it due, a receive before the compute that needs
+    it or, where that is safe, one compute earlier (`planner.receives`). On each ordered channel
+    (source group to destination group) the receives stand in exactly the order of the sends,
+    activations and gradients alike, because NCCL matches by order alone; where the sender's order
+    is not ours, the messages in between are posted too.
     """
-    order, links, channels = _orders(schedule)[group], schedule.links(), _channels(schedule)
-    posts = _posts(order, links, channels)
-    actions: list[Action] = []
-    for due, action in zip(posts, order, strict=True):
-        actions.extend(due)
-        actions.append(action)
-        actions.extend(links.sends_after(action))
-    return actions
+    return list(_actions(schedule)[group])
 
 
 def peak_in_flight(schedule: Schedule, group: int) -> int:
@@ -103,41 +96,10 @@ def peak_in_flight(schedule: Schedule, group: int) -> int:
     return peak
 
 
-def _posts(
-    order: tuple[Action, ...], links: Links, channels: dict[tuple[int, int], list[Action]]
-) -> list[list[Action]]:
-    """For each compute, the receives to post for it that no earlier compute needed."""
-    posted: dict[tuple[int, int], int] = {}
-    position: dict[Action, int] = {}
-    posts: list[list[Action]] = []
-    for action in order:
-        due: list[Action] = []
-        for receive in links.receives_before(action):
-            assert receive.peer is not None
-            channel = (links.group[receive.peer], links.group[receive.stage])
-            messages = channels.get(channel, [])
-            if channel not in posted:
-                posted[channel] = 0
-                position.update((message, at) for at, message in enumerate(messages))
-            # A message nobody sends (a bad explicit order) is left out: check_schedule names it.
-            upto = position.get(receive, -1) + 1
-            due.extend(messages[posted[channel] : upto])
-            posted[channel] = max(posted[channel], upto)
-        posts.append(due)
-    return posts
-
-
 @lru_cache(maxsize=32)
-def _channels(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
-    """The receives on each (source group, destination group), in the sender's order. Read only."""
-    links = schedule.links()
-    channels: dict[tuple[int, int], list[Action]] = {}
-    for group, order in enumerate(_orders(schedule)):
-        for action in order:
-            for send in links.sends_after(action):
-                assert send.peer is not None
-                channels.setdefault((group, links.group[send.peer]), []).append(send.mate)
-    return channels
+def _actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Everything all device groups do."""
+    return with_messages(schedule, _orders(schedule))
 
 
 @lru_cache(maxsize=32)

@@ -2,7 +2,7 @@
 
 Place in the flow: the planner scores its candidates with it, `whale simulate` draws it. A *lane* is
 one replica of a device group: its ranks work in step. A compute starts when its lane is free and
-the rows it needs have arrived; a message begins when its lane has come to receive it;
+the rows it needs have arrived; a message begins when its lane has posted its receive;
 gradient buckets are summed as the last backward completes them, one after another in a group of
 ranks.
 """
@@ -41,6 +41,8 @@ class _Lane:
     """Its seconds over those with all neighbours on its card at work."""
     position: int = 0
     clock: float = 0.0
+    ends: list[float] = field(default_factory=lambda: [0.0])
+    """Of its computes, after the step's begin."""
     free_s: float = 0.0
     """From here on it waits for no other lane."""
     compute_s: float = 0.0
@@ -76,10 +78,13 @@ class _Simulation:
         self.links = plan.schedule.links()
         self.events: list[Event] = []
         self._feeds = {(a, b): _overlaps(plan, a, b, self.rows) for a, b in plan.schedule.edges}
+        self.posted: list[dict[tuple[str, int, int, int], int]] = []
+        """Of each group: receives, and after how many computes they are posted."""
         self.lanes: list[_Lane] = []
         for group, stages in enumerate(plan.schedule.groups):
             device = plan.stages[stages[0]].virtual_device
             computes = [a for a in orders[group] if a.is_compute]
+            self.posted.append(_posted(orders[group]))
             for same in self._alike(len(device.replicas)):
                 ranks = tuple(rank for index in same for rank in device.replicas[index].ranks)
                 self.lanes.append(_Lane(group, same[0], ranks, computes))
@@ -169,6 +174,7 @@ class _Simulation:
         end = start + seconds
         lane.compute_s += seconds * (1.0 - _communicated(price))
         lane.clock = end
+        lane.ends.append(end)
         kind = "B" if action.kind == "I" else action.kind
         self.done[kind, action.stage, action.micro_batch, lane.replica] = end
         self._hold(lane, action, price, start, end)
@@ -194,7 +200,7 @@ class _Simulation:
                 ready = self.done.get((after, peer, batch, other))
                 if ready is None:
                     return None
-                latest = max(latest, self._delivered(ready, edge, lane))
+                latest = max(latest, self._delivered(ready, edge, lane, action, peer))
         return latest
 
     def _listens(self, action: Action) -> bool:
@@ -205,16 +211,17 @@ class _Simulation:
         own = self.links.group[action.stage]
         return any(self.links.group[peer] != own for peer in peers[action.stage])
 
-    def _delivered(self, ready: float, edge: tuple[int, int], lane: _Lane) -> float:
-        """When a message that was ready has arrived.
-
-        Its receive is posted right before the compute that needs it (`rank_actions` says why), and
-        without it no message begins: the lane is not busy meanwhile, so none waits for another.
-        """
+    def _delivered(
+        self, ready: float, edge: tuple[int, int], lane: _Lane, action: Action, peer: int
+    ) -> float:
+        """When a message that was ready has arrived: without its receive none begins."""
         seconds = self.messages.get(edge, 0.0)
         if self.links.group[edge[0]] == self.links.group[edge[1]] or not seconds:
             return ready
-        return max(ready, lane.clock) + seconds
+        kind = "RF" if action.kind == "F" else "RB"
+        key = (kind, action.stage, action.micro_batch, peer)
+        posted = self.posted[lane.group].get(key, lane.position)
+        return max(ready, lane.ends[posted]) + seconds
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -424,6 +431,18 @@ class _Simulation:
                     micro_batch=action.micro_batch if action is not None else None,
                 )
             )
+
+
+def _posted(actions: Sequence[Action]) -> dict[tuple[str, int, int, int], int]:
+    found = {}
+    done = 0
+    for action in actions:
+        if action.is_compute:
+            done += 1
+        elif action.is_receive:
+            assert action.peer is not None
+            found[action.kind, action.stage, action.micro_batch, action.peer] = done
+    return found
 
 
 def _seconds(price: StagePrice, action: Action) -> float:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from whale.errors import ScheduleError
-from whale.ir.deadlock import check_schedule
+from whale.ir.deadlock import check_schedule, survives_device_waits
 from whale.ir.schedule import Action, Schedule
 from whale.planner.schedules import (
     SCHEDULES,
@@ -129,11 +129,54 @@ def test_orders_in_full() -> None:
 def test_messages_in_full() -> None:
     schedule = pipeline("1f1b", 2, 2, 2)
     assert " ".join(map(str, rank_actions(schedule, 0))) == (
-        "0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1"
+        "0F0 0SF0>1 0RB0<1 0F1 0SF1>1 0RB1<1 0B0 0B1"
     )
     assert " ".join(map(str, rank_actions(schedule, 1))) == (
         "1RF0<0 1F0 1B0 1SB0>0 1RF1<0 1F1 1B1 1SB1>0"
     )
+
+
+def test_a_gradient_that_needs_the_compute_before_it_is_not_received_earlier() -> None:
+    schedule = pipeline("1f1b", 2, 2, 1)
+    assert " ".join(map(str, rank_actions(schedule, 0))) == "0F0 0SF0>1 0RB0<1 0B0"
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (3, 4), (5, 9)])
+def test_computes_may_wait_for_their_device(kind: str, p: int, m: int) -> None:
+    schedule = pipeline(kind, p, p, m)
+    columns = {group: rank_actions(schedule, group) for group in range(p)}
+    assert survives_device_waits(schedule, columns)
+    early = 0
+    for column in columns.values():
+        order = [action for action in column if action.is_compute]
+        for at, action in enumerate(column):
+            if action.is_receive:
+                done = sum(other.is_compute for other in column[:at])
+                kinds = "F" if action.kind == "RF" else "BI"
+                user = next(
+                    i
+                    for i, compute in enumerate(order)
+                    if compute.kind in kinds
+                    and (compute.stage, compute.micro_batch) == (action.stage, action.micro_batch)
+                )
+                assert user - done in ((0,) if action.kind == "RF" else (0, 1))
+                early += user - done
+    assert early > 0 or m == 1
+
+
+def test_two_groups_that_receive_early_could_wait_for_each_other() -> None:
+    """Why activations come no earlier: both receive during a compute that the other waits for."""
+    schedule = pipeline("1f1b", 2, 2, 3)
+    columns = {group: rank_actions(schedule, group) for group in range(2)}
+    last = [str(action) for action in columns[1]]
+    assert last[4:8] == ["1RF1<0", "1F1", "1B1", "1SB1>0"]
+    hoisted = [*columns[1]]
+    hoisted.insert(6, hoisted.pop(8))
+    assert str(hoisted[6]) == "1RF2<0"
+    both = {0: columns[0], 1: hoisted}
+    check_schedule(schedule, both)
+    assert not survives_device_waits(schedule, both)
 
 
 def test_receives_follow_the_senders_order_but_are_not_all_posted_at_once() -> None:

@@ -59,14 +59,15 @@ def timeline(
 
     Args:
         schedule: Stages, device groups and the edges between stages.
-        orders: The actions of each device group; messages in them are passed over.
+        orders: The actions of each device group.
         cost: Seconds of a compute.
-        message_s: Seconds of a message between groups, which a group takes in when it does nothing
-            else.
+        message_s: Seconds of a message between groups, which begins when it is there and the group
+            has come to its receive; sends are passed over.
     """
-    queues = {g: [a for a in actions if a.is_compute] for g, actions in orders.items()}
+    queues = {g: [a for a in actions if not a.is_send] for g, actions in orders.items()}
     done: dict[tuple[str, int, int], float] = {}
     clock = dict.fromkeys(queues, 0.0)
+    receives: dict[tuple[int, str, int, int], list[float]] = {}
     spans: list[Span] = []
     position = dict.fromkeys(queues, 0)
     while any(position[g] < len(queue) for g, queue in queues.items()):
@@ -74,16 +75,21 @@ def timeline(
         for group, queue in queues.items():
             while position[group] < len(queue):
                 action = queue[position[group]]
-                ready = _ready(schedule, action, done)
-                if ready is None:
-                    break
-                start = max(clock[group], *ready)
-                if ready[1]:
-                    start += message_s
-                end = start + cost(action)
-                clock[group] = end
-                done[_key(action)] = end
-                spans.append(Span(group=group, action=action, start_s=start, end_s=end))
+                if action.is_receive:
+                    key = (group, action.kind[1], action.stage, action.micro_batch)
+                    receives.setdefault(key, []).append(clock[group])
+                else:
+                    ready = _ready(schedule, action, done)
+                    if ready is None:
+                        break
+                    start = max(clock[group], *ready)
+                    key = (group, _key(action)[0], action.stage, action.micro_batch)
+                    for posted in receives.get(key, []):
+                        start = max(start, max(posted, ready[1]) + message_s)
+                    end = start + cost(action)
+                    clock[group] = end
+                    done[_key(action)] = end
+                    spans.append(Span(group=group, action=action, start_s=start, end_s=end))
                 position[group] += 1
                 moved = True
         if not moved:
