@@ -3,7 +3,7 @@
 `python -m benchmarks.heterogeneous --out F.jsonl` on a machine with a GPU and CUDA MPS runs all of
 it (about 15 minutes); `--runs 66-33` one part. `--device cpu --size tiny` tries the script itself.
 Ranks are the GPUs of one node, whose sums go through shared memory, or (`hosts`) each a host of its
-own on a network of 1 GB/s.
+own on a network of 10 Gbit/s.
 `python -m benchmarks.heterogeneous --page F.jsonl --to benchmarks/results/heterogeneous-gpu.md`
 writes the page.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.virtual_gpus import RanksFailedError, one_node, start_ranks
 
-NETWORK_BYTES_PER_S = 1_000_000_000
+NETWORK_BYTES_PER_S = 1_250_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def main() -> int:
             found = lines.read_text().splitlines() if lines.exists() else []
         for line in found:
             row = {"run": name, "shares": chosen.shares, "memory": chosen.memory}
-            row["network"] = "hosts, 1 GB/s" if chosen.hosts else "one node"
+            row["network"] = "hosts, 10 Gbit/s" if chosen.hosts else "one node"
             row |= json.loads(line)
             print(_line(row), flush=True)
             if options.out is not None:
@@ -131,7 +131,7 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         f"{datetime.now(UTC):%Y-%m-%d}, one NVIDIA H200 as several virtual GPUs (CUDA MPS: the "
         "shares are percent of its SMs), torch 2.11, TF32 products. Network: in one node sums go "
         "through `communication.symmetric_memory`, as over NVLink; between hosts it is NCCL over "
-        "sockets of the loopback device, each paced to 1 GB/s. (Bare, the loopback device moves "
+        "sockets of the loopback device, each paced to 10 Gbit/s. (Bare, the loopback device moves "
         "between 1.6 and 4.1 GB/s from one run to the next: heterogeneous-gpu-loopback.jsonl.)",
         "",
         "## Data parallel",

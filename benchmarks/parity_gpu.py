@@ -22,6 +22,8 @@ CASES: dict[int, str] = {
     "gpt/tensor-pipeline gpt/interleaved-tensor resnet/head-part hf_bert/pipeline-tensor "
     "hf_gpt2/data-tensor",
 }
+WAITING = {2: "gpt/gpipe gpt/data", 3: "gpt/zero-bubble gpt/1f1b", 4: "gpt/tensor-pipeline"}
+"""With `--synchronize`: schedules that survive computes that wait for their whole device."""
 SHARES = {2: [66, 33], 3: [50, 25, 25], 4: [40, 20, 20, 20]}
 
 
@@ -30,16 +32,21 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--ranks", default="2,3,4")
+    parser.add_argument(
+        "--synchronize", action="store_true", help="every module waits for its device"
+    )
     parser.add_argument("--timeout", type=float, default=240.0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     rows = []
+    cases = WAITING if options.synchronize else CASES
     for size in map(int, options.ranks.split(",")):
         try:
             outputs = start_ranks(
                 SHARES[size],
                 "tests.gpu.parity_rank",
-                ["--cases", ",".join(CASES[size].split())],
+                ["--cases", ",".join(cases[size].split())]
+                + (["--synchronize"] if options.synchronize else []),
                 device=options.device,
                 timeout=options.timeout,
             )
@@ -55,7 +62,7 @@ def main() -> int:
             f"loss {row['loss']:.1e} gradient {row['gradient']:.1e} weight {row['weight']:.1e}"
             f"{'' if row['ok'] else ' ' + row['where']}"
         )
-    expected = sum(len(CASES[size].split()) for size in map(int, options.ranks.split(",")))
+    expected = sum(len(cases[size].split()) for size in map(int, options.ranks.split(",")))
     if options.out is not None:
         _write(options.out, rows)
     return 0 if len(rows) == expected and all(row["ok"] for row in rows) else 1

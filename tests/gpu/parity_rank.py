@@ -38,11 +38,14 @@ def main() -> None:
     """Trains `--cases case/layout,...` and prints the errors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", required=True)
+    parser.add_argument("--synchronize", action="store_true", help="every module waits")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     faulthandler.dump_traceback_later(100.0)
     wh.init()
+    if options.synchronize:
+        torch.nn.modules.module.register_module_forward_hook(_wait_for_the_device)
     rank = torch.distributed.get_rank()
     for pair in options.cases.split(","):
         case_name, layout_name = pair.split("/")
@@ -57,6 +60,18 @@ def main() -> None:
             report["seconds"] = time.time() - began
             print(json.dumps(report), flush=True)
         torch.distributed.barrier()
+
+
+def _wait_for_the_device(module: torch.nn.Module, args: object, output: object) -> None:
+    """In the forward of every module and in its backward, as an allocation may have to."""
+    _synchronize()
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        output.register_hook(lambda gradient: _synchronize())
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _errors(case_name: str, layout_name: str, result: dict) -> dict:

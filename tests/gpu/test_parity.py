@@ -21,6 +21,15 @@ pytestmark = [
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_layouts_equal_one_device(ranks: int) -> None:
-    command = [sys.executable, "-m", "benchmarks.parity_gpu", "--ranks", str(ranks)]
+    run("--ranks", str(ranks))
+
+
+def test_computes_may_wait_for_their_device() -> None:
+    """Messages under way occupy it: no circle of waits, in any module's forward or backward."""
+    run("--ranks", "2,3,4", "--synchronize")
+
+
+def run(*arguments: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.parity_gpu", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
