@@ -140,8 +140,9 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         "Compute is measured in the runs themselves, the balanced one from the speeds of the "
         "aware run, in which all ranks are at work; c is what that run takes beside it: "
         "communication that nothing hides, and the update. Marked *: replicas meet inside the "
-        "model (batch norm), so that all seem to compute as long; there the speeds are those of a "
-        "plain model on all ranks at once, and c is the equal run's.",
+        "model (batch norm), so that all seem to compute as long, or sums take multiprocessors "
+        "from compute (one node); there the speeds are those of a plain model on all ranks at "
+        "once, and c is the equal run's.",
         "",
         "| ranks | network | model | equal, s | aware, s | gained | bound | of the bound | c, s "
         "| rows |",

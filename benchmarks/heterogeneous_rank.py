@@ -92,6 +92,7 @@ class Bench:
         out: Path,
         *,
         symmetric: bool,
+        bytes_per_s: int | None,
     ) -> None:
         self.symmetric = symmetric
         self.sizes, self.device, self.folder, self.out = sizes, device, folder, out
@@ -99,6 +100,7 @@ class Bench:
         self.cluster = discover()
         started = time.monotonic()
         self.base = calibrate(device=device, dtypes=("float32",), symmetric_memory=symmetric)
+        self._check_network(bytes_per_s)
         self.say(
             "calibrated",
             seconds=time.monotonic() - started,
@@ -107,6 +109,12 @@ class Bench:
             contention=self.base.contention,
             lost=[d.lost for d in self.base.devices],
         )
+
+    def _check_network(self, bytes_per_s: int | None) -> None:
+        """A kernel may take the pace of a socket and not keep it."""
+        for (kind, _, _), (_, speed) in self.base.links.items():
+            if bytes_per_s and kind == "send" and speed > 1.3 * bytes_per_s:
+                raise SystemExit(f"sockets are not paced: {speed:.3g} of {bytes_per_s:.3g} B/s")
 
     def say(self, name: str, **values: Any) -> None:
         """One JSON line, from rank 0, written at once: a run that is cut short keeps it."""
@@ -448,7 +456,12 @@ def main() -> None:
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
-            SIZES[options.size], device, Path(folder), options.out, symmetric=options.symmetric
+            SIZES[options.size],
+            device,
+            Path(folder),
+            options.out,
+            symmetric=options.symmetric,
+            bytes_per_s=options.bytes_per_s,
         )
         for name in options.experiments.split(","):
             started = time.monotonic()

@@ -8,6 +8,7 @@ paces a TCP socket to any rate below that, without a queueing discipline and wit
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -22,6 +23,8 @@ def pace_sockets(bytes_per_s: int) -> None:
 
     A thread looks for new ones, because it is NCCL that opens them.
     """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_s.to_bytes(8, "little"))
     pacer = _Pacer(bytes_per_s)
     pacer.look()
     threading.Thread(target=pacer.run, name="pace-sockets", daemon=True).start()
@@ -48,8 +51,9 @@ class _Pacer:
                 ):
                     self._pace(int(name))
                     self.paced.add(inode)
-            except OSError:
-                pass  # closed since it was listed
+            except OSError as error:
+                if error.errno not in (errno.EBADF, errno.ENOENT):  # closed since it was listed
+                    raise
 
     def _pace(self, descriptor: int) -> None:
         with socket.socket(fileno=os.dup(descriptor)) as opened:

@@ -24,9 +24,10 @@ def test_layouts_equal_one_device(ranks: int) -> None:
     run("--ranks", str(ranks))
 
 
-def test_computes_may_wait_for_their_device() -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_computes_may_wait_for_their_device(ranks: int) -> None:
     """Messages under way occupy it: no circle of waits, in any module's forward or backward."""
-    run("--ranks", "2,3,4", "--synchronize")
+    run("--ranks", str(ranks), "--synchronize")
 
 
 def run(*arguments: str) -> None:

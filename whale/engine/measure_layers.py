@@ -29,6 +29,7 @@ Made = TypeVar("Made")
 _ROUND_S = {"cuda": 10e-3, "cpu": 2e-3}
 _ALONE_S = 0.1
 _CLOSE = 0.7
+_TRIALS = 3
 REPEATS = 7
 """Rounds of each measurement, of which the median counts."""
 _MOST_CALLS = 8
@@ -148,6 +149,8 @@ class _Bench:
         self._module: nn.Module | None = None
         self._calls, self._once_s = 1, 0.0
         """Of a round; seconds of one, the host's part included."""
+        self._host_s: tuple[float, ...] = (0.0, 0.0)
+        """Of a round's forwards and backward, until the host has given them to the device."""
         self._lead_s = 0.0
         """What a GPU has to do before a round, so that the host is ahead of it."""
         self._args: tuple[Any, Any] = ((), {})
@@ -232,12 +235,14 @@ class _Bench:
             for number in range(most):
                 if number == mine and times:
                     rows = max(times)
-                    start = time.monotonic()
-                    self._prepare(rows)
-                    ratio = min(1.0, sum(self._timed(REPEATS, _ALONE_S)) / sum(times[rows]))
-                    self.spent_s += time.monotonic() - start
+                    found = self._attempt(partial(self._once_more, rows))
+                    ratio = min(1.0, sum(found) / sum(times[rows])) if found else 1.0
                 synchronize(None)
         return ratio if ratio < 1.0 - NOISE else 1.0
+
+    def _once_more(self, rows: int) -> tuple[float, float]:
+        self._prepare(rows)
+        return self._timed(REPEATS, _ALONE_S)
 
     def _prepare(self, rows: int) -> bool:
         """Everything before the first timed round; true, or an error."""
@@ -254,16 +259,22 @@ class _Bench:
             with torch.enable_grad():
                 self.kept[rows] = self._kept()
                 self._round(self._calls)  # takes from the driver the memory of so many calls
-                self.watch.synchronize()
-                trial = self._round(self._calls)
+                trials = [self._trial() for _ in range(_TRIALS)]
+            # All that disturbs a host only adds to its time.
+            self._host_s = tuple(min(t.host_s[part] for t in trials) for part in (0, 1))
             # A host that is hardly faster than the device does not get ahead of it by itself. Where
             # it does, the neighbours are to see this Layer at work, and nothing else.
-            device_s = self.watch.between(trial.marks[0], trial.marks[2])
-            behind = sum(trial.host_s) > _CLOSE * device_s
+            device_s = min(self.watch.between(t.marks[0], t.marks[2]) for t in trials)
+            behind = sum(self._host_s) > _CLOSE * device_s
             self._lead_s = 0.5 * self._calls * self._once_s if behind else 0.0
             self._lead()
             self.watch.synchronize()
         return True
+
+    def _trial(self) -> _Round:
+        """A round on a device that has nothing to do: the host waits for it nowhere."""
+        self.watch.synchronize()
+        return self._round(self._calls)
 
     def _lead(self) -> None:
         if self._lead_s:
@@ -276,8 +287,7 @@ class _Bench:
         between them that waits: as in a step, the host runs ahead of a GPU, activations are new
         memory, and autograd's engine, which takes as long to start as several kernels, starts once.
         A GPU that the host can hardly keep up with is given other work first, so that a host that
-        is held up for a moment is not taken for a slow device; of the host's own time the least
-        counts, because all that disturbs it only adds to it.
+        is held up for a moment is not taken for a slow device.
         """
         calls, round_s = self._calls, self._calls * max(self._once_s, 1e-9)
         repeats = max(repeats, int(_LOADED_S / round_s))
@@ -296,7 +306,7 @@ class _Bench:
             # Ranks may outnumber cores: who shares one is stopped now and then, which is in the
             # mean.
             return statistics.fmean(times)
-        return max(statistics.median(times), min(r.host_s[part] for r in rounds))
+        return max(statistics.median(times), self._host_s[part])
 
     def _cost(self) -> tuple[float, int]:
         """Seconds of one forward and backward; how many forwards fit in half of what is free."""

@@ -6,24 +6,32 @@ own but share its memory: a lane is faster while its neighbours rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from whale.ir.prices import DevicePrice, StagePrice
 
+Near = Mapping[int, float]
+"""Other lanes on a lane's cards, each with its part of all the ranks a rank has beside it there.
 
-def neighbours(
-    devices: Sequence[DevicePrice], lanes: Sequence[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-    """Of each lane, given by its ranks, the other lanes on its cards."""
-    on_card: dict[str, set[int]] = {}
+Where the lane itself has several ranks on a card the parts do not sum to 1: the rest work whenever
+it does."""
+
+
+def neighbours(devices: Sequence[DevicePrice], lanes: Sequence[tuple[int, ...]]) -> list[Near]:
+    """Of each lane, given by its ranks, the lanes beside it."""
+    on_card: dict[str, Counter[int]] = {}
     for i, ranks in enumerate(lanes):
         for rank in ranks:
             if devices[rank].card:
-                on_card.setdefault(devices[rank].card, set()).add(i)
-    found = []
+                on_card.setdefault(devices[rank].card, Counter())[i] += 1
+    found: list[Near] = []
     for i, ranks in enumerate(lanes):
-        mine = {devices[rank].card for rank in ranks} - {""}
-        found.append(tuple(sorted(set().union(*(on_card[card] for card in mine)) - {i})))
+        near: Counter[int] = Counter()
+        for card in sorted({devices[rank].card for rank in ranks} - {""}):
+            near += on_card[card]
+        beside = near.total() - 1
+        found.append({j: count / beside for j, count in sorted(near.items()) if j != i})
     return found
 
 
@@ -34,17 +42,15 @@ def seconds_alone(prices: Sequence[StagePrice]) -> float:
     return alone / total if total else 1.0
 
 
-def paces(
-    alone: Sequence[float], rests: Sequence[float], others: Sequence[tuple[int, ...]]
-) -> list[float]:
+def paces(alone: Sequence[float], rests: Sequence[float], near: Sequence[Near]) -> list[float]:
     """Seconds of each lane over those while all its neighbours work.
 
     Args:
         alone: The same while they rest.
         rests: The share of the step in which each lane rests.
-        others: Each lane's neighbours.
+        near: Each lane's neighbours.
     """
     return [
-        1.0 - (1.0 - ratio) * sum(rests[i] for i in near) / len(near) if near else 1.0
-        for ratio, near in zip(alone, others, strict=True)
+        1.0 - (1.0 - ratio) * sum(part * rests[i] for i, part in others.items())
+        for ratio, others in zip(alone, near, strict=True)
     ]

@@ -31,8 +31,8 @@ class Runner:
     """The share of its speed that a sum beside it takes."""
     alone: float = 1.0
     """Its seconds while all neighbours rest, over those with all of them at work."""
-    neighbours: tuple[int, ...] = ()
-    """Other lanes whose devices are parts of the same cards."""
+    neighbours: Mapping[int, float] = field(default_factory=dict)
+    """Other lanes whose devices are parts of the same cards (`sim.cards`)."""
     path: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
     """Nominal and real time, where the one's speed against the other changes."""
 
@@ -152,7 +152,7 @@ class _Finish:
             return 1.0
         speed = 1.0
         if runner.neighbours:
-            rest = sum(not self._computes(i) for i in runner.neighbours) / len(runner.neighbours)
+            rest = sum(w for i, w in runner.neighbours.items() if not self._computes(i))
             speed /= 1.0 - (1.0 - runner.alone) * rest
         mine = set(runner.ranks)
         if any(not mine.isdisjoint(item.ranks) for item, _ in self.going):

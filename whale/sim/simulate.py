@@ -2,9 +2,8 @@
 
 Place in the flow: the planner scores its candidates with it, `whale simulate` draws it. A *lane* is
 one replica of a device group: its ranks work in step. A compute starts when its lane is free and
-the rows it needs have arrived; a message begins when its lane has posted its receive;
-gradient buckets are summed as the last backward completes them, one after another in a group of
-ranks.
+the rows it needs have arrived (`messages`); gradient buckets are summed as the last backward
+completes them, one after another in a group of ranks (`finish`).
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from whale.ir.prices import Prices, StagePrice
 from whale.ir.schedule import Action
 from whale.sim.cards import neighbours, paces, seconds_alone
 from whale.sim.finish import Runner, Sum, finish
+from whale.sim.messages import Messages
 from whale.sim.report import DeviceReport, Event, MemoryParts, Report
 
 Orders = Mapping[int, Sequence[Action]]
@@ -72,19 +72,16 @@ class _Simulation:
     def __init__(self, plan: Plan, prices: Prices, orders: Orders, events: bool) -> None:
         self.plan, self.prices, self.keep = plan, prices, events
         self.price = {(p.stage, p.replica): p for p in prices.stages}
-        self.messages = {(m.producer, m.consumer): m.seconds for m in prices.messages}
+        self.messages = Messages(prices.messages, orders)
         self.rows = -(-plan.batch_rows // plan.num_micro_batch)
         self.stages, self.shares = stages_by_rank(plan), plan.flops_shares()
         self.links = plan.schedule.links()
         self.events: list[Event] = []
         self._feeds = {(a, b): _overlaps(plan, a, b, self.rows) for a, b in plan.schedule.edges}
-        self.posted: list[dict[tuple[str, int, int, int], int]] = []
-        """Of each group: receives, and after how many computes they are posted."""
         self.lanes: list[_Lane] = []
         for group, stages in enumerate(plan.schedule.groups):
             device = plan.stages[stages[0]].virtual_device
             computes = [a for a in orders[group] if a.is_compute]
-            self.posted.append(_posted(orders[group]))
             for same in self._alike(len(device.replicas)):
                 ranks = tuple(rank for index in same for rank in device.replicas[index].ranks)
                 self.lanes.append(_Lane(group, same[0], ranks, computes))
@@ -137,6 +134,7 @@ class _Simulation:
                 for lane, pace in zip(self.lanes, paces(alone, rests, self.neighbours), strict=True)
             ]
             self.done.clear()
+            self.messages.clear()
             self.events.clear()
             self._play()
 
@@ -193,6 +191,7 @@ class _Simulation:
         else:
             after, peers = "B", [(c, (stage, c)) for c in self.links.consumers[stage]]
         latest = 0.0 if action.kind == "F" else self.done[("F", stage, batch, lane.replica)]
+        found = []
         for peer, edge in peers:
             feeds = self._feeds[edge]
             others = feeds[1][lane.replica] if after == "F" else feeds[0][lane.replica]
@@ -200,7 +199,10 @@ class _Simulation:
                 ready = self.done.get((after, peer, batch, other))
                 if ready is None:
                     return None
-                latest = max(latest, self._delivered(ready, edge, lane, action, peer))
+                found.append((ready, edge, other))
+        # Only when all are known: a line is taken once.
+        for ready, edge, other in found:
+            latest = max(latest, self._delivered(ready, edge, lane, action, other))
         return latest
 
     def _listens(self, action: Action) -> bool:
@@ -212,16 +214,16 @@ class _Simulation:
         return any(self.links.group[peer] != own for peer in peers[action.stage])
 
     def _delivered(
-        self, ready: float, edge: tuple[int, int], lane: _Lane, action: Action, peer: int
+        self, ready: float, edge: tuple[int, int], lane: _Lane, action: Action, other: int
     ) -> float:
-        """When a message that was ready has arrived: without its receive none begins."""
-        seconds = self.messages.get(edge, 0.0)
-        if self.links.group[edge[0]] == self.links.group[edge[1]] or not seconds:
+        """When a message of a replica of the other stage that was ready has arrived."""
+        if self.links.group[edge[0]] == self.links.group[edge[1]]:
             return ready
-        kind = "RF" if action.kind == "F" else "RB"
-        key = (kind, action.stage, action.micro_batch, peer)
-        posted = self.posted[lane.group].get(key, lane.position)
-        return max(ready, lane.ends[posted]) + seconds
+        kind, peer = ("RF", edge[0]) if action.kind == "F" else ("RB", edge[1])
+        receive = (kind, action.stage, action.micro_batch, peer)
+        posted = self.messages.posted_after(lane.group, receive, lane.position)
+        begin = max(ready, lane.ends[posted])
+        return self.messages.arrival(edge, receive, (other, lane.replica), begin)
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -431,18 +433,6 @@ class _Simulation:
                     micro_batch=action.micro_batch if action is not None else None,
                 )
             )
-
-
-def _posted(actions: Sequence[Action]) -> dict[tuple[str, int, int, int], int]:
-    found = {}
-    done = 0
-    for action in actions:
-        if action.is_compute:
-            done += 1
-        elif action.is_receive:
-            assert action.peer is not None
-            found[action.kind, action.stage, action.micro_batch, action.peer] = done
-    return found
 
 
 def _seconds(price: StagePrice, action: Action) -> float:

@@ -209,6 +209,40 @@ def test_neighbours_on_a_card_rest_in_turns(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(waits) == 2 * (2 * 2 + 3)
 
 
+class Crowded(nn.Module):
+    """Finds no memory once a neighbour has taken it."""
+
+    taken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.taken:
+            raise torch.OutOfMemoryError("taken by a neighbour")
+        return x * 2
+
+
+def test_a_layer_that_fails_alone_keeps_the_ranks_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(Crowded()), torch.randn(6, 4)
+    plain = layers._Bench._once_more
+
+    def crowded(self: Any, rows: int) -> tuple[float, float]:
+        self.close()
+        monkeypatch.setattr(Crowded, "taken", True)
+        return plain(self, rows)
+
+    calls: list[list[bool]] = []
+    for once_more in (plain, crowded):
+        monkeypatch.setattr(layers._Bench, "_once_more", once_more)
+        waits: list[bool] = []
+
+        def synchronize(work: Any, waits: list[bool] = waits) -> None:
+            waits.append(work is None)
+
+        _, found = measured(model, (x, x), (1,), synchronize=synchronize, turn=(0, 2))
+        calls.append(waits)
+    assert calls == [[True, False, True, True]] * 2
+    assert [time.alone for time in found.values()] == [1.0]
+
+
 def test_the_load_beside_sums_is_the_layer_that_takes_longest() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     captured, found = measured(model, (torch.randn(6, 4), torch.randn(6, 2)), (1, 2))

@@ -203,7 +203,7 @@ def test_the_simulator_knows_the_bubble(num_micro_batch: int):
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zero-bubble"])
-@pytest.mark.parametrize("message_s", [0.0, 0.7])
+@pytest.mark.parametrize("message_s", [0.0, 0.7, 40.0])
 def test_the_simulator_agrees_with_a_plainer_clock(kind: str, message_s: float):
     """Unequal stages: two models of the clock, one answer."""
     work = [1e9, 3e9, 2e9]

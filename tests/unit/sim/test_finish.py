@@ -63,7 +63,7 @@ def test_before_a_lane_is_free_nothing_stretches_it() -> None:
 
 def test_who_is_left_on_a_card_has_its_memory_alone() -> None:
     fast, slow = lane(0, 1.0), lane(1, 3.0)
-    fast.neighbours, slow.neighbours, slow.alone = (1,), (0,), 0.8
+    fast.neighbours, slow.neighbours, slow.alone = {1: 1.0}, {0: 1.0}, 0.8
     finish([fast, slow], [], 0.5)
     assert fast.real(1.0) == pytest.approx(1.0)
     assert slow.real(3.0) == pytest.approx(1.0 + 2.0 * 0.8)

@@ -62,12 +62,13 @@ def timeline(
         orders: The actions of each device group.
         cost: Seconds of a compute.
         message_s: Seconds of a message between groups, which begins when it is there and the group
-            has come to its receive; sends are passed over.
+            has come to its receive, one after another into a stage; sends are passed over.
     """
     queues = {g: [a for a in actions if not a.is_send] for g, actions in orders.items()}
     done: dict[tuple[str, int, int], float] = {}
     clock = dict.fromkeys(queues, 0.0)
     receives: dict[tuple[int, str, int, int], list[float]] = {}
+    lines: dict[tuple[int, str, int], float] = {}
     spans: list[Span] = []
     position = dict.fromkeys(queues, 0)
     while any(position[g] < len(queue) for g, queue in queues.items()):
@@ -85,7 +86,10 @@ def timeline(
                     start = max(clock[group], *ready)
                     key = (group, _key(action)[0], action.stage, action.micro_batch)
                     for posted in receives.get(key, []):
-                        start = max(start, max(posted, ready[1]) + message_s)
+                        line = (group, key[1], action.stage)
+                        arrival = max(posted, ready[1], lines.get(line, 0.0)) + message_s
+                        lines[line] = arrival
+                        start = max(start, arrival)
                     end = start + cost(action)
                     clock[group] = end
                     done[_key(action)] = end
