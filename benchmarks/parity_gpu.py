@@ -22,8 +22,12 @@ CASES: dict[int, str] = {
     "gpt/tensor-pipeline gpt/interleaved-tensor resnet/head-part hf_bert/pipeline-tensor "
     "hf_gpt2/data-tensor",
 }
-WAITING = {2: "gpt/gpipe gpt/data", 3: "gpt/zero-bubble gpt/1f1b", 4: "gpt/tensor-pipeline"}
-"""With `--synchronize`: schedules that survive computes that wait for their whole device."""
+WAITING = {
+    2: "gpt/gpipe gpt/interleaved",
+    3: "gpt/zero-bubble gpt/1f1b",
+    4: "gpt/tensor-pipeline gpt/interleaved-tensor",
+}
+"""With `--synchronize`: pipelines, whose messages are under way while a compute waits."""
 SHARES = {2: [66, 33], 3: [50, 25, 25], 4: [40, 20, 20, 20]}
 
 

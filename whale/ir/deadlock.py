@@ -59,6 +59,22 @@ def survives_device_waits(schedule: Schedule, actions: Columns) -> bool:
         return False
 
 
+def safe_from_device_waits(schedule: Schedule, actions: Columns) -> dict[int, list[Action]] | None:
+    """The same actions with as few receives moved up as it takes to survive such waits.
+
+    None where no place of the receives helps: the computes themselves wait in a circle.
+    """
+    columns = {group: list(column) for group, column in actions.items()}
+    simulation = _Simulation(schedule.links(), columns, device_waits=True)
+    try:
+        while stuck := simulation.stuck():
+            if not any([simulation.receive_now(group) for group in stuck]):
+                return None
+    except ScheduleError:
+        return None
+    return columns
+
+
 def _fail(what: str, actions: Columns, arrows: Mapping[int, int], *, hint: str) -> NoReturn:
     raise ScheduleError(f"{what}\n{grid(actions, arrows)}", hint=hint)
 
@@ -186,6 +202,22 @@ class _Simulation:
                 stuck,
                 hint="each marked step waits for another: move one of them later in its group",
             )
+
+    def receive_now(self, group: int) -> bool:
+        """Moves the receives of what is sent to a group that is stuck to where it stands.
+
+        They do not need the compute it is stuck at, or they would not have been sent.
+        """
+        column, moved = self.actions[group], False
+        assert isinstance(column, list)
+        for (_, target), sends in self.sends.items():
+            if target == group and sends:
+                receive = sends[0][0].mate
+                if receive in column[self.at[group] :]:
+                    column.remove(receive)
+                    column.insert(self.at[group], receive)
+                    moved = True
+        return moved
 
     def _waits(self, group: int, at: int) -> str:
         action = self.actions[group][at]

@@ -1,18 +1,19 @@
 """Where receives stand: right before the compute that needs them, or one compute earlier.
 
 Place in the flow: under `schedules.rank_actions`. A message whose receive is posted one compute
-early travels while that compute runs. But a posted receive occupies the device (NCCL), so a wait
+early travels while that compute runs. But a posted message occupies the device (NCCL), so a wait
 for the whole device inside that compute (an allocation, a cuDNN workspace, a user's synchronize)
 waits for the message too: it must not depend on that compute, and no two groups may wait for each
 other so. Gradients alone come early: they flow one way, from later stages to earlier ones, and so
-do the waits. `ir.deadlock.survives_device_waits` proves it of every schedule before it is used.
+do the waits. Where groups have several stages, messages flow both ways, and a send may wait for a
+receive that stands behind such a wait: `ir.deadlock.safe_from_device_waits` moves it up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from whale.ir.deadlock import survives_device_waits
+from whale.ir.deadlock import safe_from_device_waits
 from whale.ir.schedule import Action, Links, Schedule
 
 Orders = Sequence[Sequence[Action]]
@@ -32,8 +33,11 @@ def with_messages(schedule: Schedule, orders: Orders) -> tuple[tuple[Action, ...
     if needs is None:
         return plain  # It hangs: `check_schedule` says where.
     early = [_early(group, posts, needs) for group, posts in enumerate(late)]
-    lists = _lists(orders, early, links)
-    return lists if survives_device_waits(schedule, dict(enumerate(lists))) else plain
+    for lists in (_lists(orders, early, links), plain):
+        safe = safe_from_device_waits(schedule, dict(enumerate(lists)))
+        if safe is not None:
+            return tuple(tuple(safe[group]) for group in range(len(orders)))
+    return plain
 
 
 def _lists(orders: Orders, posts: Sequence[Posts], links: Links) -> tuple[tuple[Action, ...], ...]:

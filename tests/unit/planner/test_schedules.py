@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from whale.errors import ScheduleError
-from whale.ir.deadlock import check_schedule, survives_device_waits
+from whale.ir.deadlock import check_schedule, safe_from_device_waits, survives_device_waits
 from whale.ir.schedule import Action, Schedule
 from whale.planner.schedules import (
     SCHEDULES,
@@ -163,6 +163,30 @@ def test_computes_may_wait_for_their_device(kind: str, p: int, m: int) -> None:
                 assert user - done in ((0,) if action.kind == "RF" else (0, 1))
                 early += user - done
     assert early > 0 or m == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("groups", "chunks", "m"), [(2, 2, 4), (3, 2, 5), (4, 2, 8), (2, 3, 1)])
+@pytest.mark.parametrize("skip", [False, True])
+def test_several_stages_per_group_may_wait_too(
+    kind: str, groups: int, chunks: int, m: int, skip: bool
+) -> None:
+    """Messages flow both ways there: receives are moved up where two sends would wait for them."""
+    count = groups * chunks
+    edges = tuple((s, s + 1) for s in range(count - 1)) + (((0, count - 1),) if skip else ())
+    schedule = pipeline(kind, groups, count, m, edges)
+    columns = {group: rank_actions(schedule, group) for group in range(groups)}
+    check_schedule(schedule, columns)
+    assert survives_device_waits(schedule, columns)
+    for group, column in columns.items():
+        assert [a for a in column if a.is_compute] == compute_order(schedule, group)
+
+
+def test_computes_that_wait_in_a_circle_cannot_be_helped() -> None:
+    schedule = explicit("0F0 0B0", "1B0 1F0")
+    columns = {group: rank_actions(schedule, group) for group in range(2)}
+    assert safe_from_device_waits(schedule, columns) is None
+    assert not survives_device_waits(schedule, columns)
 
 
 def test_two_groups_that_receive_early_could_wait_for_each_other() -> None:
