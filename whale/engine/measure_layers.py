@@ -28,7 +28,9 @@ Made = TypeVar("Made")
 
 _ROUND_S = {"cuda": 10e-3, "cpu": 2e-3}
 _ALONE_S = 0.1
+"""Of a Layer while the neighbours rest, at most."""
 _CLOSE = 0.7
+"""Of the device's seconds: a host that needs more cannot be counted on to be ahead of it."""
 _TRIALS = 3
 REPEATS = 7
 """Rounds of each measurement, of which the median counts."""
@@ -135,6 +137,19 @@ class _Round(NamedTuple):
     """Until the host had given the device each part."""
 
 
+class _Ready(NamedTuple):
+    """What is known of a Layer at one size before its timed rounds."""
+
+    calls: int
+    """Of a round."""
+    once_s: float
+    """Of one call, the host's part included."""
+    host_s: tuple[float, float] = (0.0, 0.0)
+    """Of a round's forwards and backward, until the host has given them to a GPU."""
+    lead_s: float = 0.0
+    """What a GPU is given to do before a round, so that the host is ahead of it."""
+
+
 class _Bench:
     """One Layer, alone on a device."""
 
@@ -147,12 +162,6 @@ class _Bench:
         self._full, self._failure = False, ""
         """No larger size is tried; why one did not run."""
         self._module: nn.Module | None = None
-        self._calls, self._once_s = 1, 0.0
-        """Of a round; seconds of one, the host's part included."""
-        self._host_s: tuple[float, ...] = (0.0, 0.0)
-        """Of a round's forwards and backward, until the host has given them to the device."""
-        self._lead_s = 0.0
-        """What a GPU has to do before a round, so that the host is ahead of it."""
         self._args: tuple[Any, Any] = ((), {})
         self._ones: list[torch.Tensor] | None = None
 
@@ -178,11 +187,11 @@ class _Bench:
             if last and cost * rows / last > budget_s - self.spent_s:
                 self._full = True
             spent_s = self.spent_s
-            ready = not self._full and self._attempt(partial(self._prepare, rows))
+            ready = None if self._full else self._attempt(partial(self._prepare, rows))
             if synchronize is not None:
                 synchronize(None)
-            if ready:
-                found = self._attempt(partial(self._timed, repeats, budget_s / len(sizes)))
+            if ready is not None:
+                found = self._attempt(partial(self._timed, ready, repeats, budget_s / len(sizes)))
                 if found is not None:
                     times[rows], last = found, rows
             cost = self.spent_s - spent_s
@@ -241,72 +250,69 @@ class _Bench:
         return ratio if ratio < 1.0 - NOISE else 1.0
 
     def _once_more(self, rows: int) -> tuple[float, float]:
-        self._prepare(rows)
-        return self._timed(REPEATS, _ALONE_S)
+        return self._timed(self._prepare(rows), REPEATS, _ALONE_S)
 
-    def _prepare(self, rows: int) -> bool:
-        """Everything before the first timed round; true, or an error."""
+    def _prepare(self, rows: int) -> _Ready:
+        """Everything before the first timed round."""
         if self._module is None:
             self._module = _alone(self.layer, self.device)
         self._args, self._ones = ((), {}), None
         self._args = self.example.make(rows, self.device)
         for _ in range(WARM_UP - 1):
             self._once()
-        self._once_s, held = self._cost()
-        calls = min(int(_ROUND_S[self.device.type] / max(self._once_s, 1e-9)), _MOST_CALLS, held)
-        self._calls = max(calls, 1)
-        if self.device.type == "cuda":
-            with torch.enable_grad():
-                self.kept[rows] = self._kept()
-                self._round(self._calls)  # takes from the driver the memory of so many calls
-                trials = [self._trial() for _ in range(_TRIALS)]
-            # All that disturbs a host only adds to its time.
-            self._host_s = tuple(min(t.host_s[part] for t in trials) for part in (0, 1))
-            # A host that is hardly faster than the device does not get ahead of it by itself. Where
-            # it does, the neighbours are to see this Layer at work, and nothing else.
-            device_s = min(self.watch.between(t.marks[0], t.marks[2]) for t in trials)
-            behind = sum(self._host_s) > _CLOSE * device_s
-            self._lead_s = 0.5 * self._calls * self._once_s if behind else 0.0
-            self._lead()
-            self.watch.synchronize()
-        return True
+        once_s, held = self._cost()
+        calls = min(int(_ROUND_S[self.device.type] / max(once_s, 1e-9)), _MOST_CALLS, held)
+        calls = max(calls, 1)
+        if self.device.type == "cpu":
+            return _Ready(calls, once_s)
+        with torch.enable_grad():
+            self.kept[rows] = self._kept()
+            self._round(calls)  # takes from the driver the memory of so many calls
+            trials = [self._trial(calls) for _ in range(_TRIALS)]
+        # All that disturbs a host only adds to its time.
+        host_s = (min(t.host_s[0] for t in trials), min(t.host_s[1] for t in trials))
+        # A host that is hardly faster than the device does not get ahead of it by itself. Where it
+        # does, the neighbours are to see this Layer at work, and nothing else.
+        device_s = min(self.watch.between(t.marks[0], t.marks[2]) for t in trials)
+        lead_s = 0.5 * calls * once_s if sum(host_s) > _CLOSE * device_s else 0.0
+        if lead_s:
+            self.watch.ahead(lead_s)
+        self.watch.synchronize()
+        return _Ready(calls, once_s, host_s, lead_s)
 
-    def _trial(self) -> _Round:
+    def _trial(self, calls: int) -> _Round:
         """A round on a device that has nothing to do: the host waits for it nowhere."""
         self.watch.synchronize()
-        return self._round(self._calls)
+        return self._round(calls)
 
-    def _lead(self) -> None:
-        if self._lead_s:
-            self.watch.ahead(self._lead_s)
-
-    def _timed(self, repeats: int, budget_s: float) -> tuple[float, float]:
+    def _timed(self, ready: _Ready, repeats: int, budget_s: float) -> tuple[float, float]:
         """Seconds of one forward and of one backward: the device's, or the host's if it needs more.
 
-        Of what `_prepare` made ready. Several forwards, then one backward through all, with nothing
-        between them that waits: as in a step, the host runs ahead of a GPU, activations are new
-        memory, and autograd's engine, which takes as long to start as several kernels, starts once.
-        A GPU that the host can hardly keep up with is given other work first, so that a host that
-        is held up for a moment is not taken for a slow device.
+        Several forwards, then one backward through all, with nothing between them that waits: as in
+        a step, the host runs ahead of a GPU, activations are new memory, and autograd's engine,
+        which takes as long to start as several kernels, starts once. A GPU that the host can hardly
+        keep up with is given other work first, so that a host that is held up for a moment is not
+        taken for a slow device.
         """
-        calls, round_s = self._calls, self._calls * max(self._once_s, 1e-9)
+        round_s = ready.calls * max(ready.once_s, 1e-9)
         repeats = max(repeats, int(_LOADED_S / round_s))
         rounds = min(repeats, max(2, int(budget_s / round_s)))
         found = []
         with torch.enable_grad(), _no_collector():
             for _ in range(rounds):
-                self._lead()
-                found.append(self._round(calls))
-        return self._middle(found, 0) / calls, self._middle(found, 1) / calls
+                if ready.lead_s:
+                    self.watch.ahead(ready.lead_s)
+                found.append(self._round(ready.calls))
+        return self._middle(ready, found, 0), self._middle(ready, found, 1)
 
-    def _middle(self, rounds: Sequence[_Round], part: int) -> float:
-        """Seconds of a round's forwards (part 0) or backward (part 1)."""
+    def _middle(self, ready: _Ready, rounds: Sequence[_Round], part: int) -> float:
+        """Seconds of one call's forward (part 0) or backward (part 1)."""
         times = [self.watch.between(r.marks[part], r.marks[part + 1]) for r in rounds]
         if self.device.type == "cpu":
             # Ranks may outnumber cores: who shares one is stopped now and then, which is in the
             # mean.
-            return statistics.fmean(times)
-        return max(statistics.median(times), self._host_s[part])
+            return statistics.fmean(times) / ready.calls
+        return max(statistics.median(times), ready.host_s[part]) / ready.calls
 
     def _cost(self) -> tuple[float, int]:
         """Seconds of one forward and backward; how many forwards fit in half of what is free."""

@@ -47,22 +47,12 @@ def check_schedule(schedule: Schedule, actions: Columns) -> None:
     _Simulation(links, actions).run()
 
 
-def survives_device_waits(schedule: Schedule, actions: Columns) -> bool:
-    """Whether nothing hangs even if every compute waits for all messages posted before it.
-
-    That is what a compute does that waits for its whole device, because messages under way occupy
-    it. Any compute may (an allocation, a library's workspace, a user's synchronize).
-    """
-    try:
-        return not _Simulation(schedule.links(), actions, device_waits=True).stuck()
-    except ScheduleError:  # It hangs without them too: `check_schedule` says why.
-        return False
-
-
 def safe_from_device_waits(schedule: Schedule, actions: Columns) -> dict[int, list[Action]] | None:
-    """The same actions with as few receives moved up as it takes to survive such waits.
+    """The same actions, with as few receives moved up as it takes to survive waits for a device.
 
-    None where no place of the receives helps: the computes themselves wait in a circle.
+    A compute that waits for its whole device (an allocation, a library's workspace, a user's
+    synchronize) waits for all messages posted before it, because they occupy it. Any compute may,
+    so here every one does. None where no place of the receives helps: computes wait in a circle.
     """
     columns = {group: list(column) for group, column in actions.items()}
     simulation = _Simulation(schedule.links(), columns, device_waits=True)
@@ -70,7 +60,7 @@ def safe_from_device_waits(schedule: Schedule, actions: Columns) -> dict[int, li
         while stuck := simulation.stuck():
             if not any([simulation.receive_now(group) for group in stuck]):
                 return None
-    except ScheduleError:
+    except ScheduleError:  # It hangs without such waits too: `check_schedule` says why.
         return None
     return columns
 

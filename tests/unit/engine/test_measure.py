@@ -167,9 +167,9 @@ def test_a_very_wide_linear_is_timed_in_part(monkeypatch: pytest.MonkeyPatch) ->
     widths: list[int] = []
     plain = layers._Bench._timed
 
-    def timed(self: Any, repeats: int, budget_s: float) -> tuple[float, float]:
+    def timed(self: Any, ready: Any, repeats: int, budget_s: float) -> tuple[float, float]:
         widths.append(self.layer.out_features)
-        plain(self, repeats, budget_s)
+        plain(self, ready, repeats, budget_s)
         return 1.0, 2.0
 
     monkeypatch.setattr(layers._Bench, "_timed", timed)
@@ -187,7 +187,7 @@ def test_neighbours_on_a_card_rest_in_turns(monkeypatch: pytest.MonkeyPatch) -> 
     times: list[float] = []
     waits: list[bool] = []
 
-    def timed(self: Any, repeats: int, budget_s: float) -> tuple[float, float]:
+    def timed(self: Any, ready: Any, repeats: int, budget_s: float) -> tuple[float, float]:
         return times.pop(0), 0.0
 
     monkeypatch.setattr(layers._Bench, "_timed", timed)
