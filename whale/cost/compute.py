@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.cost.comm import Fabric
+from whale.cost.crossing import cut_bytes
 from whale.cost.rates import LAUNCH_S, default_rate
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster, Device
 from whale.ir.device_types import DEVICE_TYPES, device_type
 from whale.ir.homes import ITEM_BYTES
-from whale.ir.model_graph import DROPOUT_BYTES, Layer, ModelGraph, Parameter, Work
+from whale.ir.model_graph import DROPOUT_BYTES, Layer, Linear, ModelGraph, Parameter, Work
 from whale.ir.profile import LayerTime, Profile, Rate
 
 # Backward over forward: both operands of a product get a gradient; flash attention computes its
@@ -107,6 +108,11 @@ class CostModel:
         self._dtypes = [_dtype(parameters, layer) for layer in graph.layers]
         self._cache: dict[tuple[int, _Kind, float, float], tuple[float, float]] = {}
         self._kinds = [self._kind(device) for device in cluster.devices]
+
+    @cached_property
+    def cut_bytes(self) -> list[Linear]:
+        """What travels where the model is cut before each of its Layers."""
+        return cut_bytes(self.graph)
 
     @cached_property
     def fabric(self) -> Fabric:

@@ -20,7 +20,7 @@ from whale.cost.parts import NOTHING, Part, parts_of
 from whale.cost.roles import groups_inside, roles, stages_by_rank
 from whale.ir.expand import SubAction, layer_actions
 from whale.ir.homes import ITEM_BYTES, Bucket, Stretch, all_syncs, rank_buckets
-from whale.ir.model_graph import Layer, ModelGraph
+from whale.ir.model_graph import Layer, Linear, ModelGraph
 from whale.ir.plan import Home, Plan, StageLayer, StagePlan
 from whale.ir.prices import CONTENTION, DevicePrice, MessagePrice, Prices, ReducePrice, StagePrice
 
@@ -197,8 +197,8 @@ class _Pricer:
     def _received(self, stage: StagePlan, rows: float) -> float:
         """Bytes of other stages' values that a micro-batch in flight holds."""
         return sum(
-            per_row * rows
-            for (_, consumer), per_row in self._crossing.items()
+            sent.at(rows)
+            for (_, consumer), sent in self._crossing.items()
             if consumer == stage.index
         )
 
@@ -231,12 +231,12 @@ class _Pricer:
     # ---- between stages -------------------------------------------------------------------------
 
     @cached_property
-    def _crossing(self) -> dict[tuple[int, int], float]:
-        """Bytes per row of every edge between stages."""
+    def _crossing(self) -> dict[tuple[int, int], Linear]:
+        """Bytes of every edge between stages, by the rows of a micro-batch."""
         return crossing_bytes(self.graph, self.plan)
 
     def _messages(self) -> Iterable[MessagePrice]:
-        for (producer, consumer), per_row in self._crossing.items():
+        for (producer, consumer), made in self._crossing.items():
             source = self.plan.stages[producer].virtual_device
             target = self.plan.stages[consumer].virtual_device
             # Each consumer replica hears the rows it needs; replicas talk at the same time.
@@ -244,7 +244,7 @@ class _Pricer:
             for replica, points in zip(
                 target.replicas, _spans(target.row_cuts(self.rows)), strict=True
             ):
-                share = (points[1] - points[0]) * per_row
+                share = made.at(points[1] - points[0])
                 mate = source.replicas[replica_at(source.row_cuts(self.rows), points[0])]
                 sent = self.costs.fabric.send(mate.ranks[0], replica.ranks[0], share)
                 seconds, nbytes = max(seconds, sent), max(nbytes, share)

@@ -181,8 +181,7 @@ def _kind(costs: CostModel, groups: list[tuple[int, ...]], rows: int) -> GroupKi
         slack_bytes=costs.reserved(rank)
         + 2.0 * max((layer.largest.at(float(each)) for layer in layers), default=0.0),
         edge_seconds=tuple(
-            2.0 * costs.fabric.send(peer, rank, layers[max(i - 1, 0)].made.at(float(each)))
-            for i in range(len(layers))
+            2.0 * costs.fabric.send(peer, rank, sent.at(float(each))) for sent in costs.cut_bytes
         ),
     )
 
