@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--size", default="gpu", choices=("gpu", "tiny"))
     parser.add_argument("--timeout", type=float, default=500.0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--profiles", type=Path, help="keeps the calibrations in this folder")
     parser.add_argument("--page", type=Path, nargs="+")
     parser.add_argument("--to", type=Path)
     options = parser.parse_args()
@@ -70,6 +71,10 @@ def main() -> int:
             lines = Path(folder) / "lines.jsonl"
             arguments = ["--experiments", options.experiments or chosen.experiments]
             arguments += ["--size", options.size, "--device", options.device, "--out", str(lines)]
+            if options.profiles is not None:
+                kept = options.profiles / name
+                kept.mkdir(parents=True, exist_ok=True)
+                arguments += ["--profiles", str(kept)]
             environment = {}
             if chosen.hosts:
                 arguments += ["--bytes-per-s", str(NETWORK_BYTES_PER_S)]
@@ -136,13 +141,11 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         "",
         "## Data parallel",
         "",
-        "The bound is (slowest compute under the equal split + c) / (balanced compute + c). "
-        "Compute is measured in the runs themselves, the balanced one from the speeds of the "
-        "aware run, in which all ranks are at work; c is what that run takes beside it: "
-        "communication that nothing hides, and the update. Marked *: replicas meet inside the "
-        "model (batch norm), so that all seem to compute as long, or sums take multiprocessors "
-        "from compute (one node); there the speeds are those of a plain model on all ranks at "
-        "once, and c is the equal run's.",
+        "The bound is (slowest compute under the equal split + c) / (balanced compute + c). The "
+        "slowest compute is measured in the equal run, and c is what its step takes beside it: "
+        "communication that nothing hides, and the update. Balanced compute is the batch over the "
+        "sum of the ranks' speeds, each measured with the plain model while all ranks run. (In the "
+        "equal run itself a slow rank is faster than that while its neighbours on the card wait.)",
         "",
         "| ranks | network | model | equal, s | aware, s | gained | bound | of the bound | c, s "
         "| rows |",
@@ -152,8 +155,8 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         if "bound" in row:
             equal, aware = row["sides"]["equal"], row["sides"]["aware"]
             lines.append(
-                f"| {_ranks(row)} | {row['network']} | {row['model']}"
-                f"{'*' if row['alone_s'] else ''} | {equal['measured_s']:.3f} | "
+                f"| {_ranks(row)} | {row['network']} | {row['model']} | "
+                f"{equal['measured_s']:.3f} | "
                 f"{aware['measured_s']:.3f} | {row['gained']:.2f}x | {row['bound']:.2f}x | "
                 f"{row['of_bound']:.1%} | {row['exposed_s']:.3f} | "
                 f"{' / '.join(map(str, aware['rows']))} |"

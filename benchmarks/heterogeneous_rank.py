@@ -11,6 +11,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -55,13 +56,13 @@ class Size:
 
 SIZES: Mapping[str, Mapping[str, Size]] = {
     "gpu": {
-        "bert": Size(preset="bert-large", rows=192, num_micro_batch=28, seq=128),
+        "bert": Size(preset="bert-large", rows=192, num_micro_batch=6, seq=128),
         "gnmt": Size(preset="gnmt", rows=768, num_micro_batch=10, seq=50),
         "resnet": Size(preset="resnet-50", rows=1024, num_micro_batch=3),
         "resnet-local": Size(preset="resnet-50", rows=1024, num_micro_batch=3, batch_norm="local"),
         "bert-pipeline": Size(preset="bert-large", rows=24, num_micro_batch=16, seq=128),
         "t5-pipeline": Size(preset="t5-large", rows=4, num_micro_batch=12, seq=512),
-        "bert-4": Size(preset="bert-large", rows=192, num_micro_batch=14, seq=128),
+        "bert-4": Size(preset="bert-large", rows=192, num_micro_batch=6, seq=128),
         "head": Size(preset="resnet-50-100k", rows=768, num_micro_batch=1, batch_norm="local"),
         "head-1m": Size(preset="resnet-50-1m", rows=192, num_micro_batch=1, batch_norm="local"),
         "memory": Size(preset="bert-large", rows=192, num_micro_batch=2, seq=128),
@@ -93,8 +94,9 @@ class Bench:
         *,
         symmetric: bool,
         bytes_per_s: int | None,
+        profiles: Path | None,
     ) -> None:
-        self.symmetric = symmetric
+        self.symmetric, self.profiles = symmetric, profiles
         self.sizes, self.device, self.folder, self.out = sizes, device, folder, out
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.cluster = discover()
@@ -122,11 +124,6 @@ class Bench:
             with self.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"experiment": name, **values}) + "\n")
 
-    def model(self, size: Size) -> nn.Module:
-        """The preset's model on the meta device, annotated as the preset says."""
-        with torch.device("meta"):
-            return _without_dropout(preset(size.preset).build())
-
     def batch(self, size: Size) -> Any:
         """One global batch, on the device: loading is not what is measured."""
         batch = preset(size.preset).batch(size.rows * size.num_micro_batch, size.seq)
@@ -150,10 +147,12 @@ class Bench:
         self.say(f"{name}: calibrated", contention=found.contention, lost=lost)
         path = self.folder / f"{name}-{self.rank}.json"
         found.write(path)
+        if self.profiles is not None and self.rank == 0:
+            shutil.copy(path, self.profiles / f"{name}.json")
         return path
 
-    def alone(self, size: Size, rows: int) -> list[float]:
-        """Seconds of a plain forward and backward of `rows` on each rank, all of them running."""
+    def speeds(self, size: Size, rows: int) -> list[float]:
+        """Rows per second of a plain model on each rank, while all of them run."""
         chosen = preset(size.preset)
         torch.manual_seed(0)
         with self.device:
@@ -177,7 +176,7 @@ class Bench:
                 self.sync()
                 times.append(time.perf_counter() - started)
             together.wait(lambda: (once(), self.sync()))
-            found = together.gather(statistics.median(times))
+            found = together.gather(rows / statistics.median(times))
         self.free()
         return found
 
@@ -207,20 +206,7 @@ class Bench:
         )
 
     def plan(self, size: Size, model: nn.Module, batch: Any, path: Path, **config: Any) -> Any:
-        chosen = preset(size.preset)
-        return wh.plan(
-            model,
-            cluster=self.cluster,
-            batch=batch,
-            loss=chosen.loss,
-            optimizer=optimizer_factory(chosen.optimizer),
-            config={
-                "pipeline.num_micro_batch": size.num_micro_batch,
-                "cluster.profile": str(path),
-                "communication.batch_norm": size.batch_norm,
-                **{key.replace("__", "."): value for key, value in config.items()},
-            },
-        )
+        return plan(size, model, batch, self.cluster, path, **config)
 
     def race(
         self, size: Size, sides: Mapping[str, tuple[nn.Module, Any]], batch: Any
@@ -240,12 +226,52 @@ class Bench:
 
 
 def _num_steps(plan: Any) -> int:
-    """About six seconds of them; the same on every rank, because the prediction is."""
-    return max(2, min(16, round(6.0 / plan.predicted["step_seconds"])))
+    """About eight seconds of them; the same on every rank, because the prediction is."""
+    return max(5, min(16, round(8.0 / plan.predicted["step_seconds"])))
+
+
+def build(size: Size) -> nn.Module:
+    """The preset's model on the meta device, without annotations.
+
+    And without dropout, as throughput is usually measured; exact masks under every layout are
+    another subject.
+    """
+    with torch.device("meta"):
+        return _without_dropout(preset(size.preset).build())
+
+
+def annotated(size: Size) -> nn.Module:
+    """The same with its large head split."""
+    model = build(size)
+    chosen = preset(size.preset)
+    if chosen.annotate is not None:
+        chosen.annotate(model)
+    else:
+        wh.annotate(model, {"fc": wh.split()})
+    return model
+
+
+def plan(
+    size: Size, model: nn.Module, batch: Any, cluster: Any, profile: Path, **config: Any
+) -> Any:
+    """As an experiment plans it; `config` has `__` for dots."""
+    chosen = preset(size.preset)
+    return wh.plan(
+        model,
+        cluster=cluster,
+        batch=batch,
+        loss=chosen.loss,
+        optimizer=optimizer_factory(chosen.optimizer),
+        config={
+            "pipeline.num_micro_batch": size.num_micro_batch,
+            "cluster.profile": str(profile),
+            "communication.batch_norm": size.batch_norm,
+            **{key.replace("__", "."): value for key, value in config.items()},
+        },
+    )
 
 
 def _without_dropout(model: nn.Module) -> nn.Module:
-    """As throughput is usually measured; exact masks under every layout are another subject."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -284,13 +310,10 @@ def data(bench: Bench, name: str) -> dict[str, Any]:
     size = bench.sizes[name]
     chosen = preset(size.preset)
     equal_rows = size.rows // bench.num_ranks
-    model, batch = bench.model(size), bench.batch(size)
+    model, batch = build(size), bench.batch(size)
     low, high = max(1, equal_rows // 4), size.rows
     rows = (low, equal_rows, (equal_rows + high) // 2)
-    # Replicas that meet in every batch norm all seem to compute as long: their speed shows alone.
-    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    meet = (norms and size.batch_norm == "global") or bench.symmetric
-    alone = bench.alone(size, equal_rows) if meet else None
+    speeds = bench.speeds(size, equal_rows)
     path = bench.profile(name, model, batch, chosen.loss, rows)
     plans = {
         "equal": bench.plan(size, model, batch, path, cluster__balance="equal"),
@@ -299,21 +322,15 @@ def data(bench: Bench, name: str) -> dict[str, Any]:
     found = bench.race(size, {k: (model, p) for k, p in plans.items()}, batch)
     equal, aware = found["equal"], found["aware"]
     total = size.rows * size.num_micro_batch
-    if alone is not None:
-        slowest = size.num_micro_batch * max(alone)
-        balanced = total / sum(equal_rows / t for t in alone)
-        exposed = max(0.0, equal["measured_s"] - slowest)
-    else:
-        slowest = max(equal["measured_compute_s"])
-        busy = aware["measured_compute_s"]
-        balanced = total / sum(r / t for r, t in zip(aware["rows"], busy, strict=True) if r)
-        exposed = aware["measured_s"] - max(busy)
+    slowest = max(equal["measured_compute_s"])
+    exposed = equal["measured_s"] - slowest
+    balanced = total / sum(speeds)
     bound = (slowest + exposed) / (balanced + exposed)
     gained = equal["measured_s"] / aware["measured_s"]
     return {
         "model": size.about,
         "sides": found,
-        "alone_s": alone,
+        "rows_per_s": speeds,
         "exposed_s": exposed,
         "bound": bound,
         "without_communication": slowest / balanced,
@@ -326,7 +343,7 @@ def pipeline(bench: Bench, name: str) -> dict[str, Any]:
     """A pipeline with as many blocks on every device, against one cut by cost."""
     size = bench.sizes[name]
     chosen = preset(size.preset)
-    model, even, batch = bench.model(size), bench.model(size), bench.batch(size)
+    model, even, batch = build(size), build(size), bench.batch(size)
     paths = [layer.path for layer in capture(model, batch, chosen.loss).graph.layers]
     even_stages(even, paths, bench.num_ranks)
     path = bench.profile(name, model, batch, chosen.loss, (size.rows // 2, size.rows))
@@ -369,11 +386,7 @@ def head(bench: Bench, name: str) -> dict[str, Any]:
     """A very large classification head: replicate + split against data parallel."""
     size = bench.sizes[name]
     chosen = preset(size.preset)
-    plain, split, batch = bench.model(size), bench.model(size), bench.batch(size)
-    if chosen.annotate is not None:
-        chosen.annotate(split)
-    else:
-        wh.annotate(split, {"fc": wh.split()})
+    plain, split, batch = build(size), annotated(size), bench.batch(size)
     rows = size.rows // bench.num_ranks
     path = bench.profile(name, split, batch, chosen.loss, (rows, size.rows))
     sides = {"split": (split, bench.plan(size, split, batch, path))}
@@ -397,7 +410,7 @@ def memory(bench: Bench, name: str) -> dict[str, Any]:
     """Unequal memory: the equal split overflows, the aware one trains."""
     size = bench.sizes[name]
     chosen = preset(size.preset)
-    model, batch = bench.model(size), bench.batch(size)
+    model, batch = build(size), bench.batch(size)
     rows = size.rows // bench.num_ranks
     path = bench.profile(name, model, batch, chosen.loss, (rows // 4, rows // 2, rows))
     aware = bench.plan(size, model, batch, path)
@@ -447,6 +460,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--symmetric", action="store_true", help="sums through shared memory")
     parser.add_argument("--bytes-per-s", type=int, help="of the network between hosts")
+    parser.add_argument("--profiles", type=Path, help="keeps the calibrations in this folder")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = False
@@ -462,6 +476,7 @@ def main() -> None:
             options.out,
             symmetric=options.symmetric,
             bytes_per_s=options.bytes_per_s,
+            profiles=options.profiles,
         )
         for name in options.experiments.split(","):
             started = time.monotonic()

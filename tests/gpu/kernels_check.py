@@ -13,13 +13,14 @@ import traceback
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from tests.unit.nn.members import together
-from whale.nn import dropout_kernel
+from whale.nn import batch_norm_kernels, dropout_kernel
 from whale.nn.batch_norm import SyncedBatchNorm
 from whale.nn.dropout import KeyedDropout, drop, position_mask
 from whale.nn.forwards import replace_forward
@@ -233,6 +234,54 @@ def check_batch_norm_large_mean(device: str) -> None:
     x = torch.randn(shape, device=device) + 1000.0
     # x in float32 has 1e-4 of its spread left.
     _worst(_norm(shape, device, torch.float32), x, [5, 3], 1e-3)
+
+
+def check_batch_norm_of_few_channels(device: str) -> None:
+    """Our own kernels, which are for large tensors, on small ones of every kind."""
+    if device == "cpu":
+        return
+    with mock.patch.object(batch_norm_kernels, "LEAST_ELEMENTS", 1):
+        for shape in ((12, 33, 14, 14), (5, 64, 9), (12, 3, 4, 5, 6), (2, 70, 40, 40)):
+            x = torch.randn(shape, device=device) + 0.5
+            assert batch_norm_kernels.takes(x)
+            count = shape[0]
+            for rows in ([count], [count - 1, 1], [0, count]):
+                _worst(_norm(shape, device, torch.float32), x, rows, 1e-5)
+        x = torch.randn((9, 12, 8, 8), device=device)
+        _worst(_norm(x.shape, device, torch.float32, affine=False), x, [5, 4], 1e-5)
+        _worst(_norm(x.shape, device, torch.float64), x.double(), [5, 4], 1e-11)
+        _worst(_norm(x.shape, device, torch.float32), x.bfloat16(), [5, 4], 2e-2)
+        _worst(_norm(x.shape, device, torch.float16), x.half(), [5, 4], 2e-2)
+        _worst(_norm(x.shape, device, torch.float32), x + 1000.0, [5, 4], 1e-3)
+
+
+def check_batch_norm_of_more_elements_than_int32_counts(device: str) -> None:
+    if device == "cpu" or torch.cuda.get_device_properties(0).total_memory < 60 << 30:
+        return
+    x = torch.empty(2700, 64, 112, 112, device=device).normal_(3.0, 2.0)
+    assert x.numel() > 1 << 31 and batch_norm_kernels.takes(x)
+    found = batch_norm_kernels.statistics(x, 1e-5)
+    mean, invstd, count = found[:64], found[64:128], found[128:]
+    weight, bias = torch.rand(64, device=device) + 0.5, torch.randn(64, device=device)
+    y = batch_norm_kernels.normalized(x, weight, bias, mean, invstd)
+    sums, _, _ = batch_norm_kernels.reduced(y, x, weight, mean, invstd)
+    grad = batch_norm_kernels.input_gradient(y, x, weight, mean, invstd, sums, count)
+    for sample, c in ((0, 0), (1400, 17), (2699, 63)):
+        values, dy = x[:, c].double(), y[:, c].double()
+        center, scale = values.mean(), (values.var(correction=0) + 1e-5).rsqrt()
+        of_both = (dy * (values - center)).sum()
+        _near(mean[c], center)
+        _near(invstd[c], scale)
+        _near(sums[c], dy.sum())
+        _near(sums[64 + c], of_both)
+        off = values[sample] - center
+        _near(y[sample, c], off * scale * weight[c] + bias[c])
+        wanted = dy[sample] - dy.mean() - off * scale.square() * of_both / values.numel()
+        _near(grad[sample, c], wanted * scale * weight[c])
+
+
+def _near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=2e-6)
 
 
 def check_nothing_waits_for_the_device(device: str) -> None:

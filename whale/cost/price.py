@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from whale.cost.bound import lower_bound_s
+from whale.cost.cards import ROUNDS, neighbours, paces
 from whale.cost.comm import Group
 from whale.cost.compute import CostModel
 from whale.cost.crossing import crossing_bytes
@@ -94,7 +95,7 @@ class _Pricer:
             lanes.append(replace(found[role], replica=index))
         if self._in_step(stage):
             # Collectives inside Layers span the replicas: all wait for the slowest, Layer by Layer.
-            forward, backward = self._in_step_seconds(stage, list(members.values()))
+            forward, backward = self._in_step_seconds(stage, lanes, list(members.values()))
             lanes = [
                 replace(
                     lane,
@@ -102,15 +103,36 @@ class _Pricer:
                     backward_s=backward if lane.forward_s else 0.0,
                     collective_s=lane.collective_s
                     + (forward + backward - lane.forward_s - lane.backward_s),
+                    alone=1.0,  # counted
                 )
                 for lane in lanes
             ]
         return lanes
 
     def _in_step_seconds(
-        self, stage: StagePlan, replicas: Sequence[tuple[int, ...]]
+        self, stage: StagePlan, lanes: Sequence[StagePrice], kinds: Sequence[tuple[int, ...]]
     ) -> tuple[float, float]:
-        """Forward and backward of replicas that meet in every Layer that communicates."""
+        """Forward and backward of replicas that meet in every Layer that communicates.
+
+        On a card that replicas share, one is faster while the others wait for it.
+        """
+        near = neighbours(self._cards, [r.ranks for r in stage.virtual_device.replicas])
+        if not any(near):
+            return self._in_step_at(stage, kinds, [1.0] * len(kinds))
+        replicas = [r.ranks for r in stage.virtual_device.replicas]
+        own = [lane.forward_s + lane.backward_s - lane.collective_s for lane in lanes]
+        found, pace = (0.0, 0.0), [1.0] * len(replicas)
+        for _ in range(ROUNDS + 1):
+            found = self._in_step_at(stage, replicas, pace)
+            total = sum(found) or 1.0
+            rests = [1.0 - p * seconds / total for p, seconds in zip(pace, own, strict=True)]
+            pace = paces([lane.alone for lane in lanes], rests, near)
+        return found
+
+    def _in_step_at(
+        self, stage: StagePlan, replicas: Sequence[tuple[int, ...]], pace: Sequence[float]
+    ) -> tuple[float, float]:
+        """The same with each replica's compute slowed or sped up by its pace."""
         totals = [0.0, 0.0]
         for backward in (False, True):
             since = [0.0] * len(replicas)
@@ -120,7 +142,8 @@ class _Pricer:
                 price = self.costs.backward_s if backward else self.costs.forward_s
                 for i, ranks in enumerate(replicas):
                     parts = [(rank, self.part(layer.taskgraph, rank)) for rank in ranks]
-                    since[i] += max(price(index, r, *part.share(found)) for r, part in parts)
+                    seconds = max(price(index, r, *part.share(found)) for r, part in parts)
+                    since[i] += pace[i] * seconds
                 taskgraph = self.plan.taskgraphs[layer.taskgraph]
                 bridged = taskgraph.virtual_device != stage.virtual_device
                 if any(layer.meets) or (bridged and taskgraph.splits):
@@ -130,6 +153,13 @@ class _Pricer:
                     since = [0.0] * len(replicas)
             totals[backward] += max(since)
         return totals[0], totals[1]
+
+    @cached_property
+    def _cards(self) -> list[str]:
+        """Of every rank; empty where it has one to itself."""
+        profile = self.costs.profile
+        ranks = range(self.plan.num_ranks)
+        return [profile.device(r).card if profile is not None else "" for r in ranks]
 
     def _lane_role(
         self, stage: StagePlan, ranks: tuple[int, ...], groups: Mapping[int, list[tuple[int, ...]]]
@@ -357,7 +387,7 @@ class _Pricer:
             power_watts=self.costs.cluster.type_of(rank).tdp_watts,
             paced=self.costs.cluster.devices[rank].pace_flops is not None,
             binds=binds,
-            card=measured.card if measured is not None else "",
+            card=self._cards[rank],
             lost=measured.lost if measured is not None else 0.0,
         )
 

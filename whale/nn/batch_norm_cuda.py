@@ -1,14 +1,16 @@
-"""The formulas of batch norm on torch's own CUDA kernels, those under SyncBatchNorm.
+"""The formulas of batch norm on CUDA: our kernels, or torch's own, those under SyncBatchNorm.
 
 Place in the flow: what `batch_norm` runs for a tensor on CUDA; the CPU's versions of the same
 functions are there. One pass over x for the statistics and one to normalise, two over x and its
 gradient in backward; statistics are in float32 for half precision. Nothing here waits for the
-device.
+device. torch's kernels stand in without Triton and under `torch.compile`.
 """
 
 from __future__ import annotations
 
 import torch
+
+from whale.nn import batch_norm_kernels as kernels
 
 # A member without rows has this count: the kernel that combines divides by the count so far, so the
 # first one must not be 0. As an integer it is 0.
@@ -39,6 +41,8 @@ def statistics(x: torch.Tensor, eps: float) -> torch.Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, invstd = x.new_zeros(channels, dtype=dtype), x.new_ones(channels, dtype=dtype)
         return torch.cat([mean, invstd, mean.new_full((1,), _NO_ROWS)])
+    if kernels.takes(x):
+        return kernels.statistics(x, eps)
     mean, invstd = torch.batch_norm_stats(x, eps)
     return torch.cat([mean, invstd, mean.new_full((1,), x.numel() // channels)])
 
@@ -69,6 +73,8 @@ def normalized(
     """(x - mean) * invstd * weight + bias."""
     if not x.numel():
         return torch.empty_like(x)
+    if kernels.takes(x):
+        return kernels.normalized(x, weight, bias, mean, invstd)
     # The kernel takes an eps and does not use it.
     return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
 
@@ -86,6 +92,9 @@ def reduced(
         of_weight = torch.zeros_like(weight) if weight is not None and needs[1] else None
         of_bias = torch.zeros_like(weight) if weight is not None and needs[2] else None
         return mean.new_zeros(2 * len(mean)), of_weight, of_bias
+    if kernels.takes(x):
+        sums, of_weight, of_bias = kernels.reduced(grad, x, weight, mean, invstd)
+        return sums, of_weight if needs[1] else None, of_bias if needs[2] else None
     by_grad, by_both, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
         grad, x, mean, invstd, weight, True, needs[1], needs[2]
     )
@@ -104,6 +113,8 @@ def input_gradient(
     """The gradient of x, from the sums of all members."""
     if not x.numel():
         return torch.empty_like(x)
+    if kernels.takes(x):
+        return kernels.input_gradient(grad, x, weight, mean, invstd, sums, counts)
     by_grad, by_both = sums.chunk(2)
     if weight is not None and weight.dtype != mean.dtype:
         weight = weight.to(mean.dtype)

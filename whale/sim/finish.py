@@ -32,7 +32,7 @@ class Runner:
     alone: float = 1.0
     """Its seconds while all neighbours rest, over those with all of them at work."""
     neighbours: Mapping[int, float] = field(default_factory=dict)
-    """Other lanes whose devices are parts of the same cards (`sim.cards`)."""
+    """Other lanes whose devices are parts of the same cards (`cost.cards`)."""
     path: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
     """Nominal and real time, where the one's speed against the other changes."""
 

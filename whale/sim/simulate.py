@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from whale.cost.cards import ROUNDS, neighbours, paces, seconds_alone
 from whale.cost.energy import step_joules
 from whale.cost.roles import stages_by_rank
 from whale.errors import PlanError, ScheduleError
@@ -18,15 +19,12 @@ from whale.ir.device_types import device_type
 from whale.ir.plan import Plan
 from whale.ir.prices import Prices, StagePrice
 from whale.ir.schedule import Action
-from whale.sim.cards import neighbours, paces, seconds_alone
 from whale.sim.finish import Runner, Sum, finish
 from whale.sim.messages import Messages
 from whale.sim.report import DeviceReport, Event, MemoryParts, Report
 
 Orders = Mapping[int, Sequence[Action]]
 """The actions of each device group (`planner.schedules.rank_actions`)."""
-
-_ROUNDS = 3
 
 
 @dataclass(slots=True)
@@ -87,7 +85,9 @@ class _Simulation:
                 self.lanes.append(_Lane(group, same[0], ranks, computes))
         self.done: dict[tuple[str, int, int, int], float] = {}
         self.of_rank = {rank: i for i, lane in enumerate(self.lanes) for rank in lane.ranks}
-        self.neighbours = neighbours(prices.devices, [lane.ranks for lane in self.lanes])
+        self.neighbours = neighbours(
+            [d.card for d in prices.devices], [lane.ranks for lane in self.lanes]
+        )
         self.waits = len(plan.schedule.groups) > 1
         """Whether lanes wait for each other before the step's end."""
 
@@ -125,7 +125,7 @@ class _Simulation:
         self._play()
         if not self.waits or not any(self.neighbours):
             return
-        for _ in range(_ROUNDS):
+        for _ in range(ROUNDS):
             end = max(lane.clock for lane in self.lanes) or 1.0
             rests = [1.0 - lane.compute_s / end for lane in self.lanes]
             alone = [self._alone(lane) for lane in self.lanes]

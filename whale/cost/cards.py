@@ -1,7 +1,9 @@
 """cards: lanes whose devices are parts of the same card, and what they leave each other.
 
-Place in the flow: under `simulate`. Parts of a card (CUDA MPS, MIG) have multiprocessors of their
-own but share its memory: a lane is faster while its neighbours rest.
+Place in the flow: under `price`, for replicas that meet inside Layers, and under `sim.simulate`,
+for stages that wait for each other. A lane is one replica of a device group. Parts of a card (CUDA
+MPS, MIG) have multiprocessors of their own but share its memory: a lane is faster while its
+neighbours rest.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from whale.ir.prices import DevicePrice, StagePrice
+from whale.ir.prices import StagePrice
 
 Near = Mapping[int, float]
 """Other lanes on a lane's cards, each with its part of all the ranks a rank has beside it there.
@@ -18,17 +20,17 @@ Where the lane itself has several ranks on a card the parts do not sum to 1: the
 it does."""
 
 
-def neighbours(devices: Sequence[DevicePrice], lanes: Sequence[tuple[int, ...]]) -> list[Near]:
-    """Of each lane, given by its ranks, the lanes beside it."""
+def neighbours(cards: Sequence[str], lanes: Sequence[tuple[int, ...]]) -> list[Near]:
+    """Of each lane, given by its ranks, the lanes beside it; `cards` are those of all ranks."""
     on_card: dict[str, Counter[int]] = {}
     for i, ranks in enumerate(lanes):
         for rank in ranks:
-            if devices[rank].card:
-                on_card.setdefault(devices[rank].card, Counter())[i] += 1
+            if cards[rank]:
+                on_card.setdefault(cards[rank], Counter())[i] += 1
     found: list[Near] = []
     for i, ranks in enumerate(lanes):
         near: Counter[int] = Counter()
-        for card in sorted({devices[rank].card for rank in ranks} - {""}):
+        for card in sorted({cards[rank] for rank in ranks} - {""}):
             near += on_card[card]
         beside = near.total() - 1
         found.append({j: count / beside for j, count in sorted(near.items()) if j != i})
@@ -40,6 +42,10 @@ def seconds_alone(prices: Sequence[StagePrice]) -> float:
     total = sum(p.forward_s + p.backward_s for p in prices)
     alone = sum(p.alone * (p.forward_s + p.backward_s) for p in prices)
     return alone / total if total else 1.0
+
+
+ROUNDS = 3
+"""One is faster while the others wait, who wait less if it is: this many settle that."""
 
 
 def paces(alone: Sequence[float], rests: Sequence[float], near: Sequence[Near]) -> list[float]:

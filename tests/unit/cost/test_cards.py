@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 
-from whale.sim.cards import neighbours, paces
-
-
-def devices(*cards: str) -> Any:
-    return cast("Any", [SimpleNamespace(card=card) for card in cards])
+from whale.cost.cards import neighbours, paces
 
 
 def test_neighbours_count_by_their_ranks() -> None:
     # Rank 0 is one lane, ranks 1 to 3 of the same card are another, rank 4 has a card to itself.
-    near = neighbours(devices("a", "a", "a", "a", ""), [(0,), (1, 2, 3), (4,)])
+    near = neighbours(["a", "a", "a", "a", ""], [(0,), (1, 2, 3), (4,)])
     assert near == [{1: 1.0}, {0: pytest.approx(1 / 3)}, {}]
 
 
 def test_two_cards() -> None:
-    near = neighbours(devices("a", "b", "a", "b"), [(0,), (1,), (2,), (3,)])
+    near = neighbours(["a", "b", "a", "b"], [(0,), (1,), (2,), (3,)])
     assert near == [{2: 1.0}, {3: 1.0}, {0: 1.0}, {1: 1.0}]
 
 
