@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from whale.ir.prices import StagePrice
 
 Near = Mapping[int, float]
-"""Other lanes on a lane's cards, each with its part of all the ranks a rank has beside it there.
+"""Other lanes on a lane's cards, each with its part of all the ranks a rank has beside it there, in
+the mean of the lane's ranks.
 
 Where the lane itself has several ranks on a card the parts do not sum to 1: the rest work whenever
 it does."""
@@ -29,11 +30,14 @@ def neighbours(cards: Sequence[str], lanes: Sequence[tuple[int, ...]]) -> list[N
                 on_card.setdefault(cards[rank], Counter())[i] += 1
     found: list[Near] = []
     for i, ranks in enumerate(lanes):
-        near: Counter[int] = Counter()
-        for card in sorted({cards[rank] for rank in ranks} - {""}):
-            near += on_card[card]
-        beside = near.total() - 1
-        found.append({j: count / beside for j, count in sorted(near.items()) if j != i})
+        near: dict[int, float] = {}
+        for rank in ranks:
+            beside = on_card.get(cards[rank], Counter())
+            for j, count in beside.items():
+                if j != i:
+                    share = count / (beside.total() - 1) / len(ranks)
+                    near[j] = near.get(j, 0.0) + share
+        found.append(dict(sorted(near.items())))
     return found
 
 

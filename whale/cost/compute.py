@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.cost.comm import Fabric
-from whale.cost.crossing import cut_bytes
+from whale.cost.crossing import Crossing, cut_bytes
 from whale.cost.rates import LAUNCH_S, default_rate
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster, Device
 from whale.ir.device_types import DEVICE_TYPES, device_type
 from whale.ir.homes import ITEM_BYTES
-from whale.ir.model_graph import DROPOUT_BYTES, Layer, Linear, ModelGraph, Parameter, Work
+from whale.ir.model_graph import DROPOUT_BYTES, Layer, ModelGraph, Parameter, Work
 from whale.ir.profile import LayerTime, Profile, Rate
 
 # Backward over forward: both operands of a product get a gradient; flash attention computes its
@@ -110,7 +110,7 @@ class CostModel:
         self._kinds = [self._kind(device) for device in cluster.devices]
 
     @cached_property
-    def cut_bytes(self) -> list[Linear]:
+    def cut_bytes(self) -> list[Crossing]:
         """What travels where the model is cut before each of its Layers."""
         return cut_bytes(self.graph)
 

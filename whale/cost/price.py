@@ -7,6 +7,7 @@ same nested Schedule that runs (`ir.expand`), so a collective that runs has a pr
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,15 +16,16 @@ from whale.cost.bound import lower_bound_s
 from whale.cost.cards import ROUNDS, neighbours, paces
 from whale.cost.comm import Group
 from whale.cost.compute import CostModel
-from whale.cost.crossing import crossing_bytes
+from whale.cost.crossing import Crossing, crossing_bytes
 from whale.cost.memory import ALLOCATOR_SLACK, workspace_bytes
+from whale.cost.messages import message_prices
 from whale.cost.parts import NOTHING, Part, parts_of
 from whale.cost.roles import groups_inside, roles, stages_by_rank
 from whale.ir.expand import SubAction, layer_actions
 from whale.ir.homes import ITEM_BYTES, Bucket, Stretch, all_syncs, rank_buckets
-from whale.ir.model_graph import Layer, Linear, ModelGraph
+from whale.ir.model_graph import Layer, ModelGraph
 from whale.ir.plan import Home, Plan, StageLayer, StagePlan
-from whale.ir.prices import CONTENTION, DevicePrice, MessagePrice, Prices, ReducePrice, StagePrice
+from whale.ir.prices import CONTENTION, DevicePrice, Prices, ReducePrice, StagePrice
 
 _NORM_BYTES = 8192
 """A batch norm's sums: two numbers per channel; what counts is the latency."""
@@ -42,6 +44,9 @@ class _Pricer:
     def __init__(self, plan: Plan, graph: ModelGraph, costs: CostModel) -> None:
         self.plan, self.graph, self.costs = plan, graph, costs
         self.index = {layer.path: i for i, layer in enumerate(graph.layers)}
+        called = Counter(node.layer for node in graph.nodes)
+        self.calls = [called[i] or 1 for i in range(len(graph.layers))]
+        """What is known of a Layer is of all its calls, and a stage lists each of them."""
         # The largest micro-batch: sizes differ by at most one row.
         self.rows = -(-plan.batch_rows // plan.num_micro_batch)
         self._parts: dict[int, dict[int, Part]] = {}
@@ -58,7 +63,7 @@ class _Pricer:
         measured = profile.contention if profile is not None else None
         return Prices(
             stages=tuple(stages),
-            messages=tuple(self._messages()),
+            messages=tuple(message_prices(self.plan, self.costs, self._crossing, self.rows)),
             reduces=tuple(self._reduces()),
             devices=devices,
             step_flops=self._step_flops(),
@@ -94,65 +99,73 @@ class _Pricer:
                 members[role] = replica.ranks
             lanes.append(replace(found[role], replica=index))
         if self._in_step(stage):
-            # Collectives inside Layers span the replicas: all wait for the slowest, Layer by Layer.
-            forward, backward = self._in_step_seconds(stage, lanes, list(members.values()))
-            lanes = [
-                replace(
-                    lane,
-                    forward_s=forward if lane.forward_s else 0.0,
-                    backward_s=backward if lane.forward_s else 0.0,
-                    collective_s=lane.collective_s
-                    + (forward + backward - lane.forward_s - lane.backward_s),
-                    alone=1.0,  # counted
-                )
-                for lane in lanes
-            ]
+            return self._in_step_lanes(stage, lanes, list(members.values()))
         return lanes
 
-    def _in_step_seconds(
+    def _in_step_lanes(
         self, stage: StagePlan, lanes: Sequence[StagePrice], kinds: Sequence[tuple[int, ...]]
-    ) -> tuple[float, float]:
-        """Forward and backward of replicas that meet in every Layer that communicates.
+    ) -> list[StagePrice]:
+        """Replicas that meet inside Layers: all wait for the slowest, Layer by Layer.
 
-        On a card that replicas share, one is faster while the others wait for it.
+        One without rows waits too. On a card that replicas share, one is faster while the others
+        wait for it.
         """
-        near = neighbours(self._cards, [r.ranks for r in stage.virtual_device.replicas])
-        if not any(near):
-            return self._in_step_at(stage, kinds, [1.0] * len(kinds))
         replicas = [r.ranks for r in stage.virtual_device.replicas]
+        near = neighbours(self._cards, replicas)
         own = [lane.forward_s + lane.backward_s - lane.collective_s for lane in lanes]
-        found, pace = (0.0, 0.0), [1.0] * len(replicas)
-        for _ in range(ROUNDS + 1):
-            found = self._in_step_at(stage, replicas, pace)
-            total = sum(found) or 1.0
-            rests = [1.0 - p * seconds / total for p, seconds in zip(pace, own, strict=True)]
-            pace = paces([lane.alone for lane in lanes], rests, near)
-        return found
+        alone = [
+            (lane.alone * (lane.forward_s + lane.backward_s) - lane.collective_s) / seconds
+            if seconds
+            else 1.0
+            for lane, seconds in zip(lanes, own, strict=True)
+        ]
+        pace = [1.0] * len(replicas)
+        if any(near):
+            kinds = replicas
+            for _ in range(ROUNDS):
+                forward, backward, met = self._in_step_seconds(stage, kinds, pace)
+                busy = (forward + backward - met) or 1.0
+                rests = [max(0.0, 1.0 - p * s / busy) for p, s in zip(pace, own, strict=True)]
+                pace = paces(alone, rests, near)
+        forward, backward, _ = self._in_step_seconds(stage, kinds, pace)
+        return [
+            replace(
+                lane,
+                forward_s=forward,
+                backward_s=backward,
+                collective_s=max(0.0, forward + backward - p * s),
+                alone=1.0,  # counted
+            )
+            for lane, p, s in zip(lanes, pace, own, strict=True)
+        ]
 
-    def _in_step_at(
+    def _in_step_seconds(
         self, stage: StagePlan, replicas: Sequence[tuple[int, ...]], pace: Sequence[float]
-    ) -> tuple[float, float]:
-        """The same with each replica's compute slowed or sped up by its pace."""
+    ) -> tuple[float, float, float]:
+        """Forward, backward, and what of both is collectives; compute goes by each one's pace."""
         totals = [0.0, 0.0]
+        met = 0.0
         for backward in (False, True):
             since = [0.0] * len(replicas)
+            price = self.costs.backward_s if backward else self.costs.forward_s
             for layer in stage.layers:
                 index = self.index[layer.path]
                 found = self.graph.layers[index]
-                price = self.costs.backward_s if backward else self.costs.forward_s
                 for i, ranks in enumerate(replicas):
                     parts = [(rank, self.part(layer.taskgraph, rank)) for rank in ranks]
                     seconds = max(price(index, r, *part.share(found)) for r, part in parts)
-                    since[i] += pace[i] * seconds
+                    since[i] += pace[i] * seconds / self.calls[index]
                 taskgraph = self.plan.taskgraphs[layer.taskgraph]
                 bridged = taskgraph.virtual_device != stage.virtual_device
                 if any(layer.meets) or (bridged and taskgraph.splits):
-                    totals[backward] += max(since) + self._collectives(
+                    there = self._collectives(
                         stage, layer, found, replicas[0][0], backward=backward
                     )
+                    met += there
+                    totals[backward] += max(since) + there
                     since = [0.0] * len(replicas)
             totals[backward] += max(since)
-        return totals[0], totals[1]
+        return totals[0], totals[1], met
 
     @cached_property
     def _cards(self) -> list[str]:
@@ -195,10 +208,11 @@ class _Pricer:
             index = self.index[layer.path]
             found = self.graph.layers[index]
             parts = {rank: self.part(layer.taskgraph, rank).share(found) for rank in ranks}
+            calls = self.calls[index]
             times = [
                 (
-                    self.costs.forward_s(index, rank, *part),
-                    self.costs.backward_s(index, rank, *part),
+                    self.costs.forward_s(index, rank, *part) / calls,
+                    self.costs.backward_s(index, rank, *part) / calls,
                 )
                 for rank, part in parts.items()
             ]
@@ -206,7 +220,8 @@ class _Pricer:
             backward += max(t[1] for t in times)
             weight += _weight_share(found) * max(t[1] for t in times)
             alone += max(sum(t) for t in times) * self.costs.alone(index, ranks[0])
-            kept += max(self.costs.kept_bytes(index, rank, *part) for rank, part in parts.items())
+            held = (self.costs.kept_bytes(index, rank, *part) for rank, part in parts.items())
+            kept += max(held) / calls
             there = self._collectives(stage, layer, found, ranks[0], backward=False)
             back = self._collectives(stage, layer, found, ranks[0], backward=True)
             forward += there
@@ -227,7 +242,7 @@ class _Pricer:
     def _received(self, stage: StagePlan, rows: float) -> float:
         """Bytes of other stages' values that a micro-batch in flight holds."""
         return sum(
-            sent.at(rows)
+            sent.there.at(rows)
             for (_, consumer), sent in self._crossing.items()
             if consumer == stage.index
         )
@@ -242,11 +257,13 @@ class _Pricer:
 
         def nbytes(action: SubAction) -> float:
             own = alone.get(action.split, found)
+            # A Layer's are of all its calls, a single module's of one.
+            calls = self.calls[self.index[found.path]] if own is found else 1
             return (
                 action.share
                 * {
-                    "input": own.read.at(rows),
-                    "output": own.made.at(rows),
+                    "input": own.read.at(rows) / calls,
+                    "output": own.made.at(rows) / calls,
                     "row": _ROW_BYTES * rows,
                     "statistics": float(_NORM_BYTES),
                 }[action.carries]
@@ -261,26 +278,9 @@ class _Pricer:
     # ---- between stages -------------------------------------------------------------------------
 
     @cached_property
-    def _crossing(self) -> dict[tuple[int, int], Linear]:
+    def _crossing(self) -> dict[tuple[int, int], Crossing]:
         """Bytes of every edge between stages, by the rows of a micro-batch."""
         return crossing_bytes(self.graph, self.plan)
-
-    def _messages(self) -> Iterable[MessagePrice]:
-        for (producer, consumer), made in self._crossing.items():
-            source = self.plan.stages[producer].virtual_device
-            target = self.plan.stages[consumer].virtual_device
-            # Each consumer replica hears the rows it needs; replicas talk at the same time.
-            seconds = nbytes = 0.0
-            for replica, points in zip(
-                target.replicas, _spans(target.row_cuts(self.rows)), strict=True
-            ):
-                share = made.at(points[1] - points[0])
-                mate = source.replicas[replica_at(source.row_cuts(self.rows), points[0])]
-                sent = self.costs.fabric.send(mate.ranks[0], replica.ranks[0], share)
-                seconds, nbytes = max(seconds, sent), max(nbytes, share)
-            yield MessagePrice(
-                producer=producer, consumer=consumer, seconds=seconds, nbytes=int(nbytes)
-            )
 
     # ---- gradients and update -------------------------------------------------------------------
 
@@ -415,18 +415,6 @@ class _Pricer:
             * (layer.flops * self.plan.num_micro_batch + layer.flops_per_row * self.plan.batch_rows)
             for layer in self.graph.layers
         )
-
-
-def _spans(points: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(points, points[1:], strict=False))
-
-
-def replica_at(points: tuple[int, ...], row: int) -> int:
-    """The replica that computes a row."""
-    for index, (low, high) in enumerate(_spans(points)):
-        if low <= row < high:
-            return index
-    return 0
 
 
 def _ranks_that_differ(known: Sequence[tuple[Home, list[Stretch]]]) -> list[int]:

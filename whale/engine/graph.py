@@ -6,6 +6,7 @@ what grows with the batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from whale.engine.examples import Example
 from whale.engine.lone import allows_rows, joined
-from whale.engine.program import Program
+from whale.engine.program import Program, ValueSpec
 from whale.engine.trace import RandomCall
 from whale.engine.work import Counts, costs, line_through, signature
 from whale.ir.model_graph import (
@@ -26,6 +27,7 @@ from whale.ir.model_graph import (
     Parameter,
     SplitOption,
     TaskGraph,
+    Value,
 )
 from whale.ir.plan import AROUND, TRAVELLING
 from whale.ir.strategy import Tag
@@ -264,18 +266,28 @@ def _parameters(model: nn.Module, layers: list[Layer]) -> tuple[Parameter, ...]:
     )
 
 
+def _value(spec: ValueSpec) -> Value:
+    if spec.batch_dim is None or spec.batch_dim < 0:
+        nbytes = Linear(fixed=float(math.prod(spec.shape) * spec.dtype.itemsize))
+    else:
+        nbytes = Linear(per_row=float(math.prod(spec.at(1)) * spec.dtype.itemsize))
+    return Value(nbytes=nbytes, grad=spec.grad)
+
+
 def _nodes(program: Program, layers: dict[str, int], by_id_names: set[str]) -> tuple[Node, ...]:
-    producer: dict[int, int] = {}
+    producer: dict[int, tuple[int, int]] = {}
     nodes: list[Node] = []
     for number, op in enumerate(program.ops):
-        inputs = dict.fromkeys(producer[i] for i in op.inputs if i in producer)
-        for value in op.outputs:
-            producer[value] = number
+        reads = dict.fromkeys(producer[i] for i in op.inputs if i in producer)
+        for place, value in enumerate(op.outputs):
+            producer[value] = (number, place)
         nodes.append(
             Node(
                 name=op.layer if op.layer is not None else getattr(op.target, "__name__", "op"),
                 layer=layers[op.layer] if op.layer is not None else None,
-                inputs=tuple(inputs),
+                inputs=tuple(dict.fromkeys(node for node, _ in reads)),
+                made=tuple(_value(program.specs[value]) for value in op.outputs),
+                reads=tuple(reads),
                 params=tuple(name for name in op.state if name in by_id_names),
                 pure=op.pure,
             )

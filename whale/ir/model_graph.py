@@ -145,6 +145,14 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """Something a node makes: its bytes by rows, and whether a gradient comes back for it."""
+
+    nbytes: Linear
+    grad: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A step of the captured program: a Layer call or a glue operation, with the nodes it reads.
 
@@ -157,6 +165,9 @@ class Node:
     inputs: tuple[int, ...]
     params: tuple[str, ...] = ()
     pure: bool = False
+    made: tuple[Value, ...] = ()
+    reads: tuple[tuple[int, int], ...] = ()
+    """The values it reads: a node, and which of those it makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +248,8 @@ class ModelGraph:
                     "inputs": list(n.inputs),
                     "params": list(n.params),
                     "pure": n.pure,
+                    "made": [[v.nbytes.fixed, v.nbytes.per_row, v.grad] for v in n.made],
+                    "reads": [list(place) for place in n.reads],
                 }
                 for n in self.nodes
             ],
@@ -272,6 +285,8 @@ class ModelGraph:
                     inputs=tuple(n["inputs"]),
                     params=tuple(n["params"]),
                     pure=n["pure"],
+                    made=tuple(Value(nbytes=_linear(v[:2]), grad=v[2]) for v in n.get("made", ())),
+                    reads=tuple((i, k) for i, k in n.get("reads", ())),
                 )
                 for n in data["nodes"]
             ),

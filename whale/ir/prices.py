@@ -36,12 +36,14 @@ class StagePrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagePrice:
-    """One edge between stages, for one micro-batch: the same for activations and gradients."""
+    """One edge between stages, for one micro-batch: activations, and gradients that come back."""
 
     producer: int
     consumer: int
     seconds: float
     nbytes: int
+    back_s: float | None = None
+    """Where a plan does not say, gradients take as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

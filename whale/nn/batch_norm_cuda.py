@@ -8,13 +8,20 @@ device. torch's kernels stand in without Triton and under `torch.compile`.
 
 from __future__ import annotations
 
-import torch
+from types import ModuleType
 
-from whale.nn import batch_norm_kernels as kernels
+import torch
 
 # A member without rows has this count: the kernel that combines divides by the count so far, so the
 # first one must not be 0. As an integer it is 0.
 _NO_ROWS = 1e-30
+
+
+def _kernels(x: torch.Tensor) -> ModuleType | None:
+    """Our own kernels, where they take `x`."""
+    from whale.nn import batch_norm_kernels  # noqa: PLC0415 - it loads Triton
+
+    return batch_norm_kernels if batch_norm_kernels.takes(x) else None
 
 
 def _channels_last(x: torch.Tensor) -> torch.memory_format | None:
@@ -41,8 +48,8 @@ def statistics(x: torch.Tensor, eps: float) -> torch.Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, invstd = x.new_zeros(channels, dtype=dtype), x.new_ones(channels, dtype=dtype)
         return torch.cat([mean, invstd, mean.new_full((1,), _NO_ROWS)])
-    if kernels.takes(x):
-        return kernels.statistics(x, eps)
+    if (kernels := _kernels(x)) is not None:
+        return kernels.statistics(x, eps)  # type: ignore[no-any-return]
     mean, invstd = torch.batch_norm_stats(x, eps)
     return torch.cat([mean, invstd, mean.new_full((1,), x.numel() // channels)])
 
@@ -73,7 +80,7 @@ def normalized(
     """(x - mean) * invstd * weight + bias."""
     if not x.numel():
         return torch.empty_like(x)
-    if kernels.takes(x):
+    if (kernels := _kernels(x)) is not None:
         return kernels.normalized(x, weight, bias, mean, invstd)
     # The kernel takes an eps and does not use it.
     return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
@@ -92,7 +99,7 @@ def reduced(
         of_weight = torch.zeros_like(weight) if weight is not None and needs[1] else None
         of_bias = torch.zeros_like(weight) if weight is not None and needs[2] else None
         return mean.new_zeros(2 * len(mean)), of_weight, of_bias
-    if kernels.takes(x):
+    if (kernels := _kernels(x)) is not None:
         sums, of_weight, of_bias = kernels.reduced(grad, x, weight, mean, invstd)
         return sums, of_weight if needs[1] else None, of_bias if needs[2] else None
     by_grad, by_both, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
@@ -113,7 +120,7 @@ def input_gradient(
     """The gradient of x, from the sums of all members."""
     if not x.numel():
         return torch.empty_like(x)
-    if kernels.takes(x):
+    if (kernels := _kernels(x)) is not None:
         return kernels.input_gradient(grad, x, weight, mean, invstd, sums, counts)
     by_grad, by_both = sums.chunk(2)
     if weight is not None and weight.dtype != mean.dtype:

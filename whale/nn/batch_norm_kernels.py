@@ -26,6 +26,8 @@ LEAST_ELEMENTS = 1 << 25
 """Below it a step is not waiting for the GPU, and torch's kernels are launched in less time."""
 MOST_CHANNELS = 256
 """With more of them a block for each fills a GPU."""
+_LEAST_CAPABILITY = (8, 0)
+"""Triton compiles for older GPUs in part (V100) or not at all (P100)."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TILE = 2048
 _MOST_COLS = 1024
@@ -45,6 +47,7 @@ def takes(x: torch.Tensor) -> bool:
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and x.is_cuda
         and x.dtype in _DTYPES
+        and torch.cuda.get_device_capability(x.device) >= _LEAST_CAPABILITY
         and x.dim() > 2
         and x.is_contiguous()
         and x.shape[1] <= MOST_CHANNELS
@@ -63,7 +66,7 @@ class _Matrix(NamedTuple):
     reduction: tuple[int, int]
     """The grid of a kernel that sums by channel: channels, parts of each."""
     reduction_tile: dict[str, Any]
-    each: tuple[int, int]
+    each: tuple[int]
     """The grid of a kernel that goes over all rows."""
     each_tile: dict[str, Any]
     joined: tuple[int]
@@ -90,7 +93,7 @@ def _matrix(shape: torch.Size, dtype: torch.dtype) -> _Matrix:
         positions=positions,
         reduction=(channels, parts),
         reduction_tile={"block_rows": rows, "block_cols": cols, "wide": wide},
-        each=(triton.cdiv(samples * channels, tall), across),
+        each=(triton.cdiv(samples * channels, tall) * across,),
         each_tile={"block_rows": tall, "block_cols": cols, "wide": wide},
         joined=(triton.cdiv(channels, _CHANNELS_AT_ONCE),),
     )
@@ -108,7 +111,7 @@ def statistics(x: torch.Tensor, eps: float) -> torch.Tensor:
     out = x.new_empty(2 * channels + 1, dtype=_wide(x))
     with torch.cuda.device(x.device):
         _moments[matrix.reduction](x, found, *matrix.sizes, parts, **matrix.reduction_tile)
-        _join_moments[matrix.joined](found, out, channels, parts, eps, block=_CHANNELS_AT_ONCE)
+        _join_moments[matrix.joined](found, out, channels, parts, eps=eps, block=_CHANNELS_AT_ONCE)
     return out
 
 
@@ -216,7 +219,7 @@ if triton is not None:
 
     @triton.jit
     def _join_moments(  # type: ignore[no-untyped-def]
-        found, out, channels, parts, eps, block: tl.constexpr
+        found, out, channels, parts, eps: tl.constexpr, block: tl.constexpr
     ):
         """All parts' moments into mean, 1 / sqrt(var + eps) and the count."""
         channel = tl.program_id(0) * block + tl.arange(0, block)
@@ -283,17 +286,24 @@ if triton is not None:
             tl.store(of_bias + channel, by_grad.to(kind), mask=here)
 
     @triton.jit
+    def _tile_of(  # type: ignore[no-untyped-def]
+        samples, channels, positions, block_rows: tl.constexpr, block_cols: tl.constexpr
+    ):
+        """Where this program's tile lies, which of it is inside, and the channel of its rows."""
+        across = tl.cdiv(positions, block_cols)
+        row = (tl.program_id(0) // across) * block_rows + tl.arange(0, block_rows)[:, None]
+        col = (tl.program_id(0) % across) * block_cols + tl.arange(0, block_cols)[None, :]
+        at = row.to(tl.int64) * positions + col
+        return at, (row < samples * channels) & (col < positions), row % channels
+
+    @triton.jit
     def _normalize(  # type: ignore[no-untyped-def]
         x, out, mean, invstd, weight, bias, samples, channels, positions,
         weighted: tl.constexpr, biased: tl.constexpr, wide: tl.constexpr,
         block_rows: tl.constexpr, block_cols: tl.constexpr,
     ):  # fmt: skip
         kind: tl.constexpr = tl.float64 if wide else tl.float32
-        row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)[:, None]
-        col = tl.program_id(1) * block_cols + tl.arange(0, block_cols)[None, :]
-        at = row.to(tl.int64) * positions + col
-        inside = (row < samples * channels) & (col < positions)
-        channel = row % channels
+        at, inside, channel = _tile_of(samples, channels, positions, block_rows, block_cols)
         scale = tl.load(invstd + channel)
         if weighted:
             scale *= tl.load(weight + channel).to(kind)
@@ -313,11 +323,7 @@ if triton is not None:
         kind: tl.constexpr = tl.float64 if wide else tl.float32
         member = tl.arange(0, block_members)
         total = tl.sum(tl.load(counts + member * stride, mask=member < members, other=0.0))
-        row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)[:, None]
-        col = tl.program_id(1) * block_cols + tl.arange(0, block_cols)[None, :]
-        at = row.to(tl.int64) * positions + col
-        inside = (row < samples * channels) & (col < positions)
-        channel = row % channels
+        at, inside, channel = _tile_of(samples, channels, positions, block_rows, block_cols)
         scale = tl.load(invstd + channel)
         by_grad = tl.load(sums + channel) / total
         by_both = tl.load(sums + channels + channel) / total * scale * scale

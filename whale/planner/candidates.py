@@ -181,7 +181,9 @@ def _kind(costs: CostModel, groups: list[tuple[int, ...]], rows: int) -> GroupKi
         slack_bytes=costs.reserved(rank)
         + 2.0 * max((layer.largest.at(float(each)) for layer in layers), default=0.0),
         edge_seconds=tuple(
-            2.0 * costs.fabric.send(peer, rank, sent.at(float(each))) for sent in costs.cut_bytes
+            costs.fabric.send(peer, rank, sent.there.at(float(each)))
+            + costs.fabric.send(peer, rank, sent.back.at(float(each)))
+            for sent in costs.cut_bytes
         ),
     )
 

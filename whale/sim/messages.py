@@ -22,7 +22,11 @@ class Messages:
     def __init__(
         self, prices: Iterable[MessagePrice], orders: Mapping[int, Sequence[Action]]
     ) -> None:
-        self.seconds = {(m.producer, m.consumer): m.seconds for m in prices}
+        self.seconds: dict[tuple[str, int, int], float] = {}
+        for m in prices:
+            self.seconds["RF", m.producer, m.consumer] = m.seconds
+            back_s = m.seconds if m.back_s is None else m.back_s
+            self.seconds["RB", m.producer, m.consumer] = back_s
         self._posted = {group: _posted(actions) for group, actions in orders.items()}
         self._arrived: dict[tuple[int, int, int, str], float] = {}
 
@@ -40,7 +44,7 @@ class Messages:
         """When a message arrives that could begin at `begin_s`, from one replica to another."""
         kind, _, _, peer = receive
         line = (peer, *replicas, kind)
-        end = max(begin_s, self._arrived.get(line, 0.0)) + self.seconds.get(edge, 0.0)
+        end = max(begin_s, self._arrived.get(line, 0.0)) + self.seconds.get((kind, *edge), 0.0)
         self._arrived[line] = end
         return end
 

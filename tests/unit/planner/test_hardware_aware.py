@@ -217,7 +217,9 @@ def test_the_simulator_agrees_with_a_plainer_clock(kind: str, message_s: float):
     )
     free = replace(
         plan.prices,
-        messages=tuple(replace(m, seconds=message_s) for m in plan.prices.messages),
+        messages=tuple(
+            replace(m, seconds=message_s, back_s=message_s) for m in plan.prices.messages
+        ),
         devices=tuple(replace(d, apply_s=0.0) for d in plan.prices.devices),
     )
     orders = orders_of(plan.schedule)
