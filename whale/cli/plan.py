@@ -120,7 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--profile", metavar="F", help="what `whale calibrate` measured")
     parser.add_argument(
-        "--micro-batches", type=int, metavar="N", help="micro-batches (default: planned)"
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="micro-batches, 2 or more (default: planned, or what the annotations say)",
     )
     parser.add_argument(
         "--stages", type=int, metavar="N", help="pipeline stages (default: planned)"
@@ -310,6 +313,7 @@ def _plan(request: Request, cluster: Cluster) -> Plan:
 
 def _show(args: argparse.Namespace, request: Request, cluster: Cluster) -> int:
     plan = _plan(request, cluster)
+    refusal = request.subject.refusal
     orders = orders_of(plan.schedule)
     report = simulate(plan, orders, title=request.title, events=wants_events(args))
     as_json = dumps(plan.to_dict())
@@ -323,10 +327,13 @@ def _show(args: argparse.Namespace, request: Request, cluster: Cluster) -> int:
             print(wrapped(line, indent="  "))
         if not request.config.cluster.profile and args.cluster != "local":
             print(f"\n{wrapped(_DATA_SHEETS)}")
-        if request.subject.refusal is not None:
-            print(wrapped(f"no stages could be cut: {request.subject.refusal.message}"))
+        if refusal is not None:
+            print(wrapped(f"no stages could be cut: {refusal.message}"))
         if written:
             print(f"written: {', '.join(written)}")
+    if refusal is not None and not any(layer.work for layer in request.subject.graph.layers):
+        text = f"warning: the model could not be run, so times lack all compute: {refusal.message}"
+        print(wrapped(text), file=sys.stderr)
     return say_fit("whale plan", report)
 
 

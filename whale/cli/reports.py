@@ -10,8 +10,11 @@ import json
 import shutil
 import sys
 import textwrap
+from itertools import combinations
+from pathlib import Path
 
 from whale.cli.files import STANDARD, check_target, write
+from whale.errors import ConfigError
 from whale.sim.report import Report
 from whale.viz.facts import needed, over
 from whale.viz.html import html
@@ -32,6 +35,14 @@ def check_files(args: argparse.Namespace) -> None:
     check_target("--json", args.json, standard=True)
     check_target("--html", args.html)
     check_target("--trace", args.trace)
+    targets = [(flag, getattr(args, flag)) for flag in ("json", "html", "trace")]
+    places = {flag: Path(name).resolve() for flag, name in targets if name not in (None, STANDARD)}
+    for flag, other in combinations(places, 2):
+        if places[flag] == places[other]:
+            raise ConfigError(
+                f"--{flag} and --{other} are the same file, {getattr(args, flag)!r}",
+                hint="give each a name of its own",
+            )
 
 
 def wants_events(args: argparse.Namespace) -> bool:

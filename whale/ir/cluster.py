@@ -20,6 +20,7 @@ from whale.errors import ClusterError
 from whale.ir.device_types import DEVICE_TYPES, DeviceType, device_type, type_in, type_named
 from whale.ir.text import dumps, loads
 
+MOST_DEVICES = 100_000
 GRAMMAR = "NODESxGPUSxTYPE joined by '+', such as 60x8xV100-32GB or 1x8xV100-32GB+1x8xP100-16GB"
 LAYOUTS = '"all", {"average": n}, {"specific": [[0, 1], [2, 3]]}, {"aware_row": n}'
 
@@ -118,6 +119,12 @@ class Cluster:
                     f"cluster {spec!r}: cannot read {part.strip()!r}", hint=f"write {GRAMMAR}"
                 )
             count, gpus, name = int(found[1]), int(found[2]), found[3]
+            if count * gpus > MOST_DEVICES:
+                raise ClusterError(
+                    f"cluster {spec!r}: {count * gpus} devices in {part.strip()!r}; allowed: up to "
+                    f"{MOST_DEVICES}",
+                    hint=f"write {GRAMMAR}",
+                )
             groups.append({"count": count, "gpus": gpus, "type": name})
         return cls._of_groups(groups, where=f"cluster {spec!r}")
 

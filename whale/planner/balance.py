@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -87,6 +87,33 @@ def balance(
             for member, x, cap in zip(members, units, caps, strict=True)
         ),
     )
+
+
+def balance_over(
+    members: Sequence[Member], total: int, *, unit: str = "rows", minimum: int = 0
+) -> Balance:
+    """The same where not all units fit: no member overflows by more than need be."""
+    most = total - minimum * (len(members) - 1)
+    kinds: dict[tuple[Callable[[int], float], float], int] = {}
+    for m in members:
+        kinds[m.bytes, m.capacity_bytes] = kinds.get((m.bytes, m.capacity_bytes), 0) + 1
+
+    def fits(over: float) -> bool:
+        held = 0
+        for (nbytes, capacity), count in kinds.items():
+            cap = bisect_right(range(most + 1), capacity + over, key=nbytes) - 1
+            if cap < minimum:
+                return False
+            held += count * cap
+        return held >= total
+
+    low = 0.0
+    high = max(nbytes(most) - capacity for nbytes, capacity in kinds)
+    while high - low > max(1.0, 1e-6 * high):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    wider = [replace(m, capacity_bytes=m.capacity_bytes + high) for m in members]
+    return balance(wider, total, unit=unit, minimum=minimum)
 
 
 def _shortest_time(

@@ -142,7 +142,7 @@ def _widths(costs: CostModel) -> Iterator[tuple[int, ...]]:
     """Devices per group, by kind of device: powers of two and all of them."""
     choices = []
     for ranks in kinds_of(costs):
-        sizes = [w for w in (1, 2, 4, 8, 16, 32, 64) if w < len(ranks) and len(ranks) % w == 0]
+        sizes = [w for w in (1, 2, 4, 8, 16, 32, 64) if w < len(ranks)]
         choices.append([*sizes, len(ranks)])
     if len(choices) <= 2:
         yield from product(*choices)
@@ -152,10 +152,19 @@ def _widths(costs: CostModel) -> Iterator[tuple[int, ...]]:
 
 
 def _groups(costs: CostModel, widths: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """By kind of device, its groups: neighbours first, so that a group stays inside a node."""
+    """By kind of device, its groups: neighbours first, so that a group stays inside a node.
+
+    Where a width leaves devices over, those that would reach out of their node.
+    """
     found = []
     for ranks, width in zip(kinds_of(costs), widths, strict=True):
         ordered = sorted(ranks, key=lambda r: (costs.cluster.devices[r].node, r))
+        if len(ordered) % width:
+            nodes: dict[int, list[int]] = {}
+            for rank in ordered:
+                nodes.setdefault(costs.cluster.devices[rank].node, []).append(rank)
+            inside = [r for own in nodes.values() for r in own[: len(own) // width * width]]
+            ordered = inside or ordered[: len(ordered) // width * width]
         found.append([tuple(ordered[i : i + width]) for i in range(0, len(ordered), width)])
     return found
 
@@ -175,11 +184,9 @@ def _kind(costs: CostModel, groups: list[tuple[int, ...]], rows: int) -> GroupKi
         resident_bytes=tuple(
             size * (2.0 + training.state_tensors) * slack for size in costs.parameter_bytes
         ),
-        activation_bytes=tuple(
-            costs.kept_bytes(i, rank, float(each)) * slack for i in range(len(layers))
-        ),
+        activation_bytes=tuple(costs.kept_bytes(i, rank, float(each)) for i in range(len(layers))),
         slack_bytes=costs.reserved(rank)
-        + 2.0 * max((layer.largest.at(float(each)) for layer in layers), default=0.0),
+        + 2.0 * slack * max((layer.largest.at(float(each)) for layer in layers), default=0.0),
         edge_seconds=tuple(
             costs.fabric.send(peer, rank, sent.there.at(float(each)))
             + costs.fabric.send(peer, rank, sent.back.at(float(each)))

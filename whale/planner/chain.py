@@ -255,7 +255,7 @@ def _too_little_memory(kinds: Sequence[GroupKind], request: _Request, earliest: 
     if short[worst] > 0:
         why = (
             f"layer {worst} alone needs {format_bytes(needs(home[worst], worst))} on "
-            f"{home[worst].name}, which has {format_bytes(free(home[worst]))} free: "
+            f"{home[worst].name}, which has {format_bytes(max(free(home[worst]), 0.0))} free: "
             f"{format_bytes(short[worst])} too little"
         )
     elif sum(least) > have:

@@ -157,10 +157,47 @@ def _build(
     batch_rows: int,
     refusal: CaptureError | None,
 ) -> Plan:
-    """One candidate as a priced plan."""
-    graph, cluster = candidate.graph, costs.cluster
-    num_micro_batch, _ = feeding(graph, config)
-    shares = Shares(graph=graph, config=config, costs=costs, rows=-(-batch_rows // num_micro_batch))
+    """One candidate as a priced plan.
+
+    Shares are chosen before there is a plan, by an estimate of what it will need. Where memory
+    binds, they are chosen again by what the plan turned out to need.
+    """
+    num_micro_batch, _ = feeding(candidate.graph, config)
+    rows = -(-batch_rows // num_micro_batch)
+    corrections: dict[object, float] = {}
+    found: list[Plan] = []
+    for _ in range(_ROUNDS):
+        shares = Shares(
+            graph=candidate.graph, config=config, costs=costs, rows=rows, corrections=corrections
+        )
+        plan = _built(candidate, model_hash, shares, batch_rows, refusal)
+        found.append(plan)
+        tight = shares.shortages or "memory" in shares.binds.values()
+        if plan.predicted["fits"] and not tight:
+            break
+        missed = {
+            kind: max(plan.peak_bytes[rank] - nbytes for rank, nbytes in ranks.items())
+            for kind, ranks in shares.estimates.items()
+        }
+        if all(abs(nbytes) < _EXACT_BYTES for nbytes in missed.values()):
+            break
+        corrections = {k: corrections.get(k, 0.0) + nbytes for k, nbytes in missed.items()}
+    return min(found, key=lambda p: _score(p, config.auto.objective))
+
+
+_ROUNDS = 4
+_EXACT_BYTES = 1e6
+
+
+def _built(
+    candidate: Candidate,
+    model_hash: str,
+    shares: Shares,
+    batch_rows: int,
+    refusal: CaptureError | None,
+) -> Plan:
+    graph, costs, config = candidate.graph, shares.costs, shares.config
+    cluster = costs.cluster
     placement = place(graph, shares, config, order=candidate.order)
     if len(placement.stages) > 1 and not graph.nodes:
         raise refusal or PlanError(

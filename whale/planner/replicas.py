@@ -6,6 +6,7 @@ Place in the flow: beside `candidates`, which has pipelines, and `tensor`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from whale.config import Config
 from whale.cost.compute import CostModel
@@ -15,9 +16,14 @@ from whale.ir.strategy import Scope, Tag
 from whale.planner.candidate import Candidate, kinds_of, with_feed
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-SUBSETS = 2
-"""Of the devices that are tried without the others, each with the fewest micro-batches."""
-SUBSET_COUNTS = 3
+SUBSETS, FEW_SUBSETS = 8, 3
+"""Of the devices that are tried without the others; few on large clusters, where a candidate takes
+long to price."""
+FEW_COUNTS = 3
+"""Of micro-batches that are tried with those there."""
+_LARGE = 64
+_NEAR = 1.5
+"""The estimate is rough: devices that seem so much slower than all of them are still tried."""
 
 
 def micro_batches(config: Config, batch_rows: int) -> list[int]:
@@ -29,11 +35,23 @@ def micro_batches(config: Config, batch_rows: int) -> list[int]:
 def data_parallel(costs: CostModel, config: Config, batch_rows: int) -> Iterator[Candidate]:
     """On all devices, and on those that may be better without the others."""
     counts = micro_batches(config, batch_rows)
-    for count in counts:
-        yield _data(costs.graph, count, config)
+    for count in _even(config, batch_rows, counts, costs.cluster.num_devices):
+        yield _data(costs.graph, count)
+    few = costs.cluster.num_devices > _LARGE
     for ranks in subsets(costs, batch_rows, config.auto.objective):
-        for count in counts[:SUBSET_COUNTS]:
-            yield _data(costs.graph, count, config, ranks)
+        for count in counts[:FEW_COUNTS] if few else counts:
+            yield _data(costs.graph, count, ranks)
+
+
+def _even(config: Config, batch_rows: int, counts: list[int], num_devices: int) -> list[int]:
+    """The same numbers and those near them whose micro-batches so many devices can share evenly."""
+    if config.pipeline.num_micro_batch > 1:
+        return counts
+    found = list(counts)
+    for count in counts:
+        rows = -(-batch_rows // count)
+        found.append(-(-batch_rows // (-(-rows // num_devices) * num_devices)))
+    return list(dict.fromkeys(found))
 
 
 def smaller_micro_batches(costs: CostModel, config: Config, batch_rows: int) -> Iterator[Candidate]:
@@ -42,28 +60,27 @@ def smaller_micro_batches(costs: CostModel, config: Config, batch_rows: int) -> 
         return
     count = 2 * MICRO_BATCHES[-1]
     while count <= batch_rows:
-        yield _data(costs.graph, count, config)
+        yield _data(costs.graph, count)
         count *= 2
 
 
-def _data(
-    graph: ModelGraph, num_micro_batch: int, config: Config, ranks: tuple[int, ...] = ()
-) -> Candidate:
+def _data(graph: ModelGraph, num_micro_batch: int, ranks: tuple[int, ...] = ()) -> Candidate:
     text, tag = "data parallel", Tag()
     if ranks:
         text += f" on {len(ranks)} device{'s' if len(ranks) > 1 else ''}"
         # A stage on these; the others have none.
         tag = (Scope(kind="stage", uid=-2, where="auto", ranks=ranks),)
     whole = range(len(graph.layers))
-    return with_feed(text, graph, [(whole, tag)], num_micro_batch, config.pipeline.schedule)
+    # One stage: whatever schedule pipelines are to have, a micro-batch is freed before the next.
+    return with_feed(text, graph, [(whole, tag)], num_micro_batch, "1f1b")
 
 
 def subsets(costs: CostModel, batch_rows: int, objective: str) -> list[tuple[int, ...]]:
     """Devices that may be better without the others.
 
-    The fastest kinds, and of the fastest kind 1, 2, 4 ... neighbours: a slow device or a slow link
-    may cost more in the sums of gradients than it computes. For time the best two by a rough
-    estimate; energy is known once they are simulated.
+    Some kinds, and of each kind 1, 2, 4 ... neighbours and those of each number of nodes: a slow
+    device or a slow link may cost more in the sums of gradients than it computes. For time the best
+    by a rough estimate; energy is known once they are simulated.
     """
     layers = range(len(costs.graph.layers))
 
@@ -81,14 +98,41 @@ def subsets(costs: CostModel, batch_rows: int, objective: str) -> list[tuple[int
     numel = {p.name: p.numel * ITEM_BYTES.get(p.dtype, 4) for p in costs.graph.parameters}
     gradients = float(sum(numel[name] for name, trained in costs.trainable.items() if trained))
     kinds = sorted(kinds_of(costs), key=lambda ranks: -speed(ranks[0], 1.0))
-    found = [tuple(sorted(r for kind in kinds[:n] for r in kind)) for n in range(1, len(kinds))]
-    fastest = sorted(kinds[0], key=lambda r: (costs.cluster.devices[r].node, r))
-    width = 1
-    while width < len(fastest):
-        found.append(tuple(fastest[:width]))
-        width *= 2
+    found = [
+        tuple(sorted(r for kind in chosen for r in kind))
+        for count in range(1, len(kinds))
+        for chosen in (combinations(kinds, count) if len(kinds) <= _MOST_KINDS else [kinds[:count]])
+    ]
+    for kind in kinds[:_MOST_KINDS]:
+        found += _neighbours(costs, kind)
     if objective == "energy":
         return list(dict.fromkeys(found))
+    most = FEW_SUBSETS if costs.cluster.num_devices > _LARGE else SUBSETS
     everyone = estimate(tuple(range(costs.cluster.num_devices)))
     timed = sorted((estimate(ranks), ranks) for ranks in dict.fromkeys(found))
-    return [ranks for seconds, ranks in timed if seconds < everyone][:SUBSETS]
+    return [ranks for seconds, ranks in timed if seconds < _NEAR * everyone][:most]
+
+
+_MOST_KINDS = 5
+
+
+def _neighbours(costs: CostModel, kind: list[int]) -> list[tuple[int, ...]]:
+    """1, 2, 4 ... devices of a kind, and those of 1, 2 ... nodes, the fullest nodes first."""
+    nodes: dict[int, list[int]] = {}
+    for rank in kind:
+        nodes.setdefault(costs.cluster.devices[rank].node, []).append(rank)
+    fullest = sorted(nodes.values(), key=lambda ranks: (-len(ranks), ranks))
+    ordered = [rank for ranks in fullest for rank in ranks]
+    widths = set()
+    width = 1
+    while width < len(kind):
+        widths.add(width)
+        width *= 2
+    total = 0
+    for ranks in fullest[:_MOST_NODES]:
+        total += len(ranks)
+        widths.add(total)
+    return [tuple(sorted(ordered[:w])) for w in sorted(widths) if w < len(kind)]
+
+
+_MOST_NODES = 8

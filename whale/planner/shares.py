@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from math import inf, lcm
 
 from whale.config import Config
@@ -20,10 +20,11 @@ from whale.cost.memory import ALLOCATOR_SLACK
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster
 from whale.ir.device_types import device_type
+from whale.ir.homes import ITEM_BYTES
 from whale.ir.model_graph import ModelGraph, SplitOption
 from whale.ir.plan import TRAVELLING
 from whale.ir.sharding import apportion
-from whale.planner.balance import Member, balance
+from whale.planner.balance import Member, balance, balance_over
 
 
 def speeds(cluster: Cluster) -> tuple[int, ...]:
@@ -38,7 +39,7 @@ def speeds(cluster: Cluster) -> tuple[int, ...]:
     return (1,) * len(whole) if min(whole) == max(whole) else tuple(whole)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Shares:
     """Chooses shares for one plan; keeps what bound them."""
 
@@ -51,6 +52,10 @@ class Shares:
     """Micro-batches that a stage holds at once."""
     binds: dict[int, str] = field(default_factory=dict)
     shortages: list[str] = field(default_factory=list)
+    corrections: Mapping[object, float] = field(default_factory=dict)
+    """By kind of replica, bytes that an earlier plan turned out to need beside the estimate."""
+    estimates: dict[object, dict[int, float]] = field(default_factory=dict)
+    """By kind of replica and rank, the bytes that its rows were taken to need."""
     _weights: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -88,9 +93,13 @@ class Shares:
             found = balance(members, self.rows, unit="rows")
         except PlanError as error:
             self.shortages.append(f"stage {stage}: {error}")
-            found = balance([replace(m, capacity_bytes=inf) for m in members], self.rows)
-        for ranks, binds in zip(replicas, found.binds, strict=True):
+            found = balance_over(members, self.rows)
+        for ranks, binds, units, member in zip(
+            replicas, found.binds, found.units, members, strict=True
+        ):
             self.binds.update(dict.fromkeys(ranks, binds))
+            kinds = tuple(self.costs.alike(r) for r in ranks)
+            self.estimates.setdefault(kinds, {})[ranks[0]] = member.bytes(units)
         return found.units
 
     def _rows_member(
@@ -102,6 +111,7 @@ class Shares:
     ) -> Member:
         part = 1.0 / len(ranks)
         smallest = min(self.costs.capacity(r) for r in ranks)
+        correction = self.corrections.get(tuple(self.costs.alike(r) for r in ranks), 0.0)
 
         def width(layer: int) -> float:
             return part if sharing[layer] > 1 else 1.0
@@ -118,7 +128,8 @@ class Shares:
         def nbytes(rows: int) -> float:
             need = self.stage_bytes(stage, layers, ranks[0], lambda i: (rows, width(i)), held)
             # A replica of unequal devices is as tight as its tightest.
-            return max(need + self._reserved(r) - self.costs.capacity(r) for r in ranks) + smallest
+            over = max(need + self._reserved(r) - self.costs.capacity(r) for r in ranks)
+            return over + smallest + correction
 
         return Member(
             name=self._name(ranks),
@@ -148,26 +159,29 @@ class Shares:
         `held` of the weights.
         """
         num_alive = self.in_flight(stage)
-        static = activations = largest = 0.0
+        static = scratch = activations = largest = 0.0
+        seen: set[str] = set()
         for index in reversed(layers):
             layer, (rows, width) = self.graph.layers[index], share(index)
-            static += self.static_bytes(index) * held(index)
+            # A weight that two Layers share is there once.
+            for name in layer.params:
+                if name not in seen:
+                    seen.add(name)
+                    weights = self._weight_bytes[name] * held(index)
+                    trained = weights * self.costs.trainable[name]
+                    static += weights + trained * (1.0 + self.costs.training.state_tensors)
+                    scratch += trained * self.costs.training.scratch_tensors
             gradient = self.costs.gradient_bytes[index] * held(index)
             # In its backward, what later Layers kept is free again.
             largest = max(largest, 2.0 * layer.largest.at(rows) + gradient - activations)
             activations += self.costs.kept_bytes(index, rank, rows, width)
-        scratch = static * self.costs.training.scratch_tensors / self._copies
-        peak = static + max(num_alive * activations + largest, scratch)
-        return peak * (1.0 + ALLOCATOR_SLACK)
+        is_cpu = self.costs.cluster.devices[rank].type == "CPU"
+        slack = 0.0 if is_cpu else ALLOCATOR_SLACK * (static + largest)
+        return static + max(num_alive * activations + largest, scratch) + slack
 
-    @property
-    def _copies(self) -> float:
-        """Weights, gradients and optimizer state, in units of the weights."""
-        return 2.0 + self.costs.training.state_tensors
-
-    def static_bytes(self, layer: int) -> float:
-        """Weights, gradients and optimizer state of a whole Layer."""
-        return self._copies * self.costs.parameter_bytes[layer]
+    @cached_property
+    def _weight_bytes(self) -> dict[str, float]:
+        return {p.name: p.numel * ITEM_BYTES.get(p.dtype, 4) for p in self.graph.parameters}
 
     # ---- units of a split -----------------------------------------------------------------------
 
@@ -233,8 +247,7 @@ class Shares:
             found = balance(members, FINE, unit="parts of the width", minimum=1)
         except PlanError as error:
             self.shortages.append(f"split over ranks {list(ranks)}: {error}")
-            unlimited = [replace(m, capacity_bytes=inf) for m in members]
-            found = balance(unlimited, FINE, unit="parts of the width", minimum=1)
+            found = balance_over(members, FINE, unit="parts of the width", minimum=1)
         self.binds.update(zip(ranks, found.binds, strict=True))
         return found.units
 
