@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from whale.errors import RankError as RankError
     from whale.errors import ScheduleError as ScheduleError
     from whale.errors import WhaleError as WhaleError
+    from whale.ir.plan import Plan as Plan
     from whale.parallel import Step as Step
     from whale.parallel import init as init
     from whale.parallel import parallelize as parallelize
@@ -59,6 +60,7 @@ _NAMES_OF = {
         "annotate",
     ),
     "whale.config": ("Config",),
+    "whale.ir.plan": ("Plan",),
     "whale.parallel": ("init", "parallelize", "plan", "simulate", "Step"),
     "whale.runtime.data": ("shard",),
     "whale.runtime.outputs": ("mean", "sum", "concat"),

@@ -39,7 +39,8 @@ def data_parallel(costs: CostModel, config: Config, batch_rows: int) -> Iterator
         yield _data(costs.graph, count)
     few = costs.cluster.num_devices > _LARGE
     for ranks in subsets(costs, batch_rows, config.auto.objective):
-        for count in counts[:FEW_COUNTS] if few else counts:
+        own = counts[:FEW_COUNTS] if few else _even(config, batch_rows, counts, len(ranks))
+        for count in own:
             yield _data(costs.graph, count, ranks)
 
 
@@ -79,8 +80,8 @@ def subsets(costs: CostModel, batch_rows: int, objective: str) -> list[tuple[int
     """Devices that may be better without the others.
 
     Some kinds, and of each kind 1, 2, 4 ... neighbours and those of each number of nodes: a slow
-    device or a slow link may cost more in the sums of gradients than it computes. For time the best
-    by a rough estimate; energy is known once they are simulated.
+    device or a slow link may cost more in the sums of gradients than it computes. The best by a
+    rough estimate.
     """
     layers = range(len(costs.graph.layers))
 
@@ -105,15 +106,24 @@ def subsets(costs: CostModel, batch_rows: int, objective: str) -> list[tuple[int
     ]
     for kind in kinds[:_MOST_KINDS]:
         found += _neighbours(costs, kind)
-    if objective == "energy":
-        return list(dict.fromkeys(found))
+    watts = [costs.cluster.type_of(r).tdp_watts for r in range(costs.cluster.num_devices)]
+
+    def value(ranks: tuple[int, ...]) -> float:
+        seconds = estimate(ranks)
+        if objective == "time":
+            return seconds
+        mine = sum(watts[r] for r in ranks)
+        return seconds * (mine + _RESTING * (sum(watts) - mine))
+
     most = FEW_SUBSETS if costs.cluster.num_devices > _LARGE else SUBSETS
-    everyone = estimate(tuple(range(costs.cluster.num_devices)))
-    timed = sorted((estimate(ranks), ranks) for ranks in dict.fromkeys(found))
-    return [ranks for seconds, ranks in timed if seconds < _NEAR * everyone][:most]
+    everyone = value(tuple(range(costs.cluster.num_devices)))
+    valued = sorted((value(ranks), ranks) for ranks in dict.fromkeys(found))
+    return [ranks for total, ranks in valued if total < _NEAR * everyone][:most]
 
 
 _MOST_KINDS = 5
+_RESTING = 0.4
+"""Watts of a device and its host that wait, over those at work, roughly."""
 
 
 def _neighbours(costs: CostModel, kind: list[int]) -> list[tuple[int, ...]]:
