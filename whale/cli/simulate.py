@@ -62,5 +62,8 @@ def _simulated(path: str, *, events: bool) -> Report:
     except WhaleError:
         raise
     # A plan that was changed by hand may be JSON of the right shape and still point nowhere.
-    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except _BROKEN as error:
         raise not_a_plan(path, error) from error
+
+
+_BROKEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError)

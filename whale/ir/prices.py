@@ -6,9 +6,12 @@ bucket and per device: never per micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from whale.errors import PlanError
 
 CONTENTION = 0.5
 """Of sums where nothing was measured: both want the same memory and multiprocessors. Seen on
@@ -113,7 +116,7 @@ class Prices:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prices:
         """The inverse of `to_dict`, also after a trip through JSON."""
-        return cls(
+        found = cls(
             stages=tuple(StagePrice(**s) for s in data["stages"]),
             messages=tuple(MessagePrice(**m) for m in data["messages"]),
             reduces=tuple(
@@ -125,4 +128,21 @@ class Prices:
             contention=data.get("contention", CONTENTION),
             cluster=data["cluster"],
             sources=tuple(data["sources"]),
+        )
+        for item in (found, *found.stages, *found.messages, *found.reduces, *found.devices):
+            _check_numbers(item)
+        return found
+
+
+def _check_numbers(item: Any) -> None:
+    for field in fields(item):
+        value = getattr(item, field.name)
+        if field.type not in ("int", "float") or (
+            isinstance(value, int | float) and 0 <= value < math.inf
+        ):
+            continue
+        raise PlanError(
+            f"the plan's {type(item).__name__} has {field.name} = {value!r}; allowed: numbers from "
+            "0 on",
+            hint="make it again with `whale plan MODEL --cluster SPEC --json F`",
         )

@@ -179,7 +179,9 @@ def test_no_rank_outlives_the_launcher(tmp_path, sent):
     if sent == signal.SIGKILL and not shutil.which("setpriv"):
         pytest.skip("a killed launcher takes its ranks along by setpriv, which is not here")
     script = tmp_path / "sleep.py"
-    script.write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(90)\n")
+    # One write: lines of two ranks must not mix.
+    said = "os.write(1, f'pid {os.getpid()}\\n'.encode())"
+    script.write_text(f"import os, time\n{said}\ntime.sleep(90)\n")
     launcher = start(script, "-n", "2")
     pids = [int(re.fullmatch(r"pid (\d+)\n", launcher.stdout.readline())[1]) for _ in range(2)]
     launcher.send_signal(sent)

@@ -106,6 +106,20 @@ def with_a_key_missing(plan: Any) -> Any:
     return {key: value for key, value in plan.items() if key != "homes"}
 
 
+def with_a_text_for_a_bound(plan: Any) -> Any:
+    return {**plan, "prices": {**plan["prices"], "lower_bound_s": "abc"}}
+
+
+def with_a_time_that_is_no_number(plan: Any) -> Any:
+    first, *others = plan["prices"]["stages"]
+    stages = [{**first, "forward_s": float("nan")}, *others]
+    return {**plan, "prices": {**plan["prices"], "stages": stages}}
+
+
+def with_rows_missing(plan: Any) -> Any:
+    return {**plan, "batch_rows": -9}
+
+
 def a_list(plan: Any) -> Any:
     return [plan]
 
@@ -118,6 +132,9 @@ def a_list(plan: Any) -> Any:
         (with_a_price_missing, "is not a plan: KeyError"),
         (with_a_rank_that_is_not_there, "uses rank 77"),
         (with_a_key_missing, "the plan has no key 'homes'"),
+        (with_a_text_for_a_bound, "lower_bound_s = 'abc'"),
+        (with_a_time_that_is_no_number, "forward_s = nan"),
+        (with_rows_missing, "plan"),
         (a_list, "is not a plan"),
     ],
 )
