@@ -285,7 +285,6 @@ def _nodes(program: Program, layers: dict[str, int], by_id_names: set[str]) -> t
             Node(
                 name=op.layer if op.layer is not None else getattr(op.target, "__name__", "op"),
                 layer=layers[op.layer] if op.layer is not None else None,
-                inputs=tuple(dict.fromkeys(node for node, _ in reads)),
                 made=tuple(_value(program.specs[value]) for value in op.outputs),
                 reads=tuple(reads),
                 params=tuple(name for name in op.state if name in by_id_names),

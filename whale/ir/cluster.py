@@ -119,12 +119,6 @@ class Cluster:
                     f"cluster {spec!r}: cannot read {part.strip()!r}", hint=f"write {GRAMMAR}"
                 )
             count, gpus, name = int(found[1]), int(found[2]), found[3]
-            if count * gpus > MOST_DEVICES:
-                raise ClusterError(
-                    f"cluster {spec!r}: {count * gpus} devices in {part.strip()!r}; allowed: up to "
-                    f"{MOST_DEVICES}",
-                    hint=f"write {GRAMMAR}",
-                )
             groups.append({"count": count, "gpus": gpus, "type": name})
         return cls._of_groups(groups, where=f"cluster {spec!r}")
 
@@ -185,6 +179,12 @@ class Cluster:
             _known(group, _NODE_KEYS, where=where)
             count = _whole(group, "count", 1, where=where)
             gpus = _whole(group, "gpus", None, where=where)
+            if len(devices) + count * gpus > MOST_DEVICES:
+                raise ClusterError(
+                    f"{where}: {len(devices) + count * gpus} devices; allowed: up to "
+                    f"{MOST_DEVICES}",
+                    hint=f"write {GRAMMAR}",
+                )
             name = type_named(group.get("type"), where=where)
             pace = _positive(group, "pace_flops", where=where)
             if pace is not None and name != "CPU":

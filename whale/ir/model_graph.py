@@ -162,12 +162,16 @@ class Node:
 
     name: str
     layer: int | None
-    inputs: tuple[int, ...]
+    reads: tuple[tuple[int, int], ...]
+    """The values it reads: a node, and which of those it makes."""
+    made: tuple[Value, ...]
     params: tuple[str, ...] = ()
     pure: bool = False
-    made: tuple[Value, ...] = ()
-    reads: tuple[tuple[int, int], ...] = ()
-    """The values it reads: a node, and which of those it makes."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The nodes it reads, each once."""
+        return tuple(dict.fromkeys(node for node, _ in self.reads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,11 +249,10 @@ class ModelGraph:
                 {
                     "name": n.name,
                     "layer": n.layer,
-                    "inputs": list(n.inputs),
+                    "reads": [list(place) for place in n.reads],
+                    "made": [[v.nbytes.fixed, v.nbytes.per_row, v.grad] for v in n.made],
                     "params": list(n.params),
                     "pure": n.pure,
-                    "made": [[v.nbytes.fixed, v.nbytes.per_row, v.grad] for v in n.made],
-                    "reads": [list(place) for place in n.reads],
                 }
                 for n in self.nodes
             ],
@@ -282,11 +285,10 @@ class ModelGraph:
                 Node(
                     name=n["name"],
                     layer=n["layer"],
-                    inputs=tuple(n["inputs"]),
+                    reads=tuple((node, place) for node, place in n["reads"]),
+                    made=tuple(Value(nbytes=_linear(v[:2]), grad=v[2]) for v in n["made"]),
                     params=tuple(n["params"]),
                     pure=n["pure"],
-                    made=tuple(Value(nbytes=_linear(v[:2]), grad=v[2]) for v in n.get("made", ())),
-                    reads=tuple((i, k) for i, k in n.get("reads", ())),
                 )
                 for n in data["nodes"]
             ),

@@ -45,8 +45,8 @@ class MessagePrice:
     consumer: int
     seconds: float
     nbytes: int
-    back_s: float | None = None
-    """Where a plan does not say, gradients take as long."""
+    back_s: float
+    """Of the gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,10 @@ FEW_COUNTS = 3
 _LARGE = 64
 _NEAR = 1.5
 """The estimate is rough: devices that seem so much slower than all of them are still tried."""
+_MOST_KINDS, _MOST_NODES = 5, 8
+"""Of which every mix is looked at."""
+_RESTING = 0.4
+"""Watts of a device and its host that wait, over those at work, roughly."""
 
 
 def micro_batches(config: Config, batch_rows: int) -> list[int]:
@@ -121,11 +125,6 @@ def subsets(costs: CostModel, batch_rows: int, objective: str) -> list[tuple[int
     return [ranks for total, ranks in valued if total < _NEAR * everyone][:most]
 
 
-_MOST_KINDS = 5
-_RESTING = 0.4
-"""Watts of a device and its host that wait, over those at work, roughly."""
-
-
 def _neighbours(costs: CostModel, kind: list[int]) -> list[tuple[int, ...]]:
     """1, 2, 4 ... devices of a kind, and those of 1, 2 ... nodes, the fullest nodes first."""
     nodes: dict[int, list[int]] = {}
@@ -143,6 +142,3 @@ def _neighbours(costs: CostModel, kind: list[int]) -> list[tuple[int, ...]]:
         total += len(ranks)
         widths.add(total)
     return [tuple(sorted(ordered[:w])) for w in sorted(widths) if w < len(kind)]
-
-
-_MOST_NODES = 8

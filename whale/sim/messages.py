@@ -25,8 +25,7 @@ class Messages:
         self.seconds: dict[tuple[str, int, int], float] = {}
         for m in prices:
             self.seconds["RF", m.producer, m.consumer] = m.seconds
-            back_s = m.seconds if m.back_s is None else m.back_s
-            self.seconds["RB", m.producer, m.consumer] = back_s
+            self.seconds["RB", m.producer, m.consumer] = m.back_s
         self._posted = {group: _posted(actions) for group, actions in orders.items()}
         self._arrived: dict[tuple[int, int, int, str], float] = {}
 

@@ -9,21 +9,25 @@ from torch import nn
 import whale as wh
 
 
-class Repeated(nn.Module):
-    def __init__(self, num_calls: int) -> None:
+class Calls(nn.Module):
+    """One Linear called again and again, or as many of them."""
+
+    def __init__(self, num_calls: int, *, shared: bool) -> None:
         super().__init__()
         self.num_calls = num_calls
-        self.shared, self.head = nn.Linear(512, 512), nn.Linear(512, 512)
+        count = 1 if shared else num_calls
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(count))
+        self.head = nn.Linear(512, 512)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.num_calls):
-            x = self.shared(x)
+        for i in range(self.num_calls):
+            x = self.layers[i % len(self.layers)](x)
         return self.head(x)
 
 
-def price(num_calls: int, **annotations):
-    model = Repeated(num_calls)
-    wh.annotate(model, annotations)
+def price(num_calls: int, scope, *, shared: bool):
+    model = Calls(num_calls, shared=shared)
+    wh.annotate(model, {"layers\\.[0-9]+|head": scope})
     plan = wh.plan(
         model,
         cluster="1x2xV100-16GB",
@@ -35,10 +39,9 @@ def price(num_calls: int, **annotations):
 
 
 @pytest.mark.parametrize("rule", ["replicate", "split"])
-def test_costs_that_many_times_one_call(rule):
+@pytest.mark.parametrize("num_calls", [2, 5])
+def test_costs_as_much_as_so_many_layers(rule, num_calls):
     scope = wh.replicate() if rule == "replicate" else wh.split()
-    found = {n: price(n, shared=scope, head=scope) for n in (1, 2, 5)}
+    again, apart = (price(num_calls, scope, shared=shared) for shared in (True, False))
     for name in ("forward_s", "backward_s", "kept_bytes", "collective_s"):
-        one, two, five = (getattr(found[n], name) for n in (1, 2, 5))
-        assert five - one == pytest.approx(4 * (two - one), rel=1e-6, abs=1e-9), name
-    assert found[5].forward_s == pytest.approx(3 * found[1].forward_s, rel=0.25)
+        assert getattr(again, name) == pytest.approx(getattr(apart, name), rel=1e-6), name

@@ -10,7 +10,16 @@ from tests.unit.sim.timeline import timeline
 from whale.config import Config
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster, Device, Node
-from whale.ir.model_graph import Layer, Linear, ModelGraph, Parameter, SplitOption, TaskGraph, Work
+from whale.ir.model_graph import (
+    Layer,
+    Linear,
+    ModelGraph,
+    Parameter,
+    SplitOption,
+    TaskGraph,
+    Value,
+    Work,
+)
 from whale.ir.model_graph import Node as Step
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
@@ -72,7 +81,12 @@ def chain(
             for g, tag in enumerate(groups)
         ),
         nodes=tuple(
-            Step(name=f"layers.{i}", layer=i, inputs=(i - 1,) if i else ())
+            Step(
+                name=f"layers.{i}",
+                layer=i,
+                reads=((i - 1, 0),) if i else (),
+                made=(Value(nbytes=layers[i].made),),
+            )
             for i in range(len(flops))
         ),
     )

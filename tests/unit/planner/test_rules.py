@@ -18,6 +18,7 @@ from whale.ir.model_graph import (
     Parameter,
     SplitOption,
     TaskGraph,
+    Value,
 )
 from whale.ir.plan import Plan
 from whale.ir.sharding import DimSharding
@@ -74,7 +75,12 @@ def model(*layers: Layer, aliases: tuple[str, ...] = ()) -> ModelGraph:
         parameters=tuple(parameters),
         taskgraphs=(TaskGraph(index=0, tag=SPLIT, layers=tuple(range(len(layers)))),),
         nodes=tuple(
-            Node(name=layer.path, layer=i, inputs=(i - 1,) if i else ())
+            Node(
+                name=layer.path,
+                layer=i,
+                reads=((i - 1, 0),) if i else (),
+                made=(Value(nbytes=layer.made),),
+            )
             for i, layer in enumerate(layers)
         ),
     )
