@@ -6,7 +6,7 @@ benchmarks/results/heterogeneous-gpu.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from whale.cost.compute import CostModel
 from whale.cost.parts import Part
@@ -16,6 +16,24 @@ ALLOCATOR_SLACK = 0.05
 """What PyTorch's caching allocator loses to gaps and rounding: 2 to 8 % in training runs."""
 
 
+def backward_bytes(layers: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
+    """The most a backward holds beside what the forward kept, and all that this kept.
+
+    The gradient that arrives and the one that leaves are as large as the largest tensor made; a
+    weight's gradient is made beside the one it is added to. By then, what the Layers after it kept
+    is free again.
+
+    Args:
+        layers: From the last to the first: bytes of the largest tensor made, of the largest
+            weight's gradient, and of what is kept.
+    """
+    most = kept = 0.0
+    for largest, gradient, own in layers:
+        most = max(most, 2.0 * largest + gradient - kept)
+        kept += own
+    return most, kept
+
+
 def workspace_bytes(
     plan: Plan,
     costs: CostModel,
@@ -23,16 +41,11 @@ def workspace_bytes(
     rank: int,
     part: Callable[[int, int], Part],
 ) -> float:
-    """The most a Layer's backward holds at once beside what the forward kept.
-
-    The gradient that arrives and the one that leaves are as large as the largest tensor made; a
-    weight's gradient is made beside the one it is added to. By then, what the Layers after it kept
-    is free again.
-    """
-    most = 0.0
+    """What of `backward_bytes` a rank needs, in the stage of its that needs most."""
+    most, calls = 0.0, costs.graph.calls
     rules_of = {s.path: s.rule for t in plan.taskgraphs for s in t.splits}
     for stage in plan.stages_of(rank):
-        freed = 0.0
+        items = []
         for layer in reversed(plan.stages[stage].layers):
             found = costs.graph.layers[index[layer.path]]
             mine = part(layer.taskgraph, rank)
@@ -41,6 +54,8 @@ def workspace_bytes(
             # Only columns leave the output cut; rows make all of it, to be summed.
             scale = mine.width if rules == {"column"} else 1.0
             made = costs.gradient_bytes[index[layer.path]] * (mine.width if found.splits else 1.0)
-            most = max(most, 2.0 * found.largest.at(rows) * scale + made - freed)
-            freed += costs.kept_bytes(index[layer.path], rank, rows, width)
+            kept = costs.kept_bytes(index[layer.path], rank, rows, width)
+            kept /= calls[index[layer.path]]
+            items.append((found.largest.at(rows) * scale, made, kept))
+        most = max(most, backward_bytes(items)[0])
     return most

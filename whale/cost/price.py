@@ -7,7 +7,6 @@ same nested Schedule that runs (`ir.expand`), so a collective that runs has a pr
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -44,9 +43,7 @@ class _Pricer:
     def __init__(self, plan: Plan, graph: ModelGraph, costs: CostModel) -> None:
         self.plan, self.graph, self.costs = plan, graph, costs
         self.index = {layer.path: i for i, layer in enumerate(graph.layers)}
-        called = Counter(node.layer for node in graph.nodes)
-        self.calls = [called[i] or 1 for i in range(len(graph.layers))]
-        """What is known of a Layer is of all its calls, and a stage lists each of them."""
+        self.calls = graph.calls
         # The largest micro-batch: sizes differ by at most one row.
         self.rows = -(-plan.batch_rows // plan.num_micro_batch)
         self._parts: dict[int, dict[int, Part]] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -210,6 +211,12 @@ class ModelGraph:
     parameters: tuple[Parameter, ...]
     taskgraphs: tuple[TaskGraph, ...]
     nodes: tuple[Node, ...] = ()
+
+    @property
+    def calls(self) -> list[int]:
+        """How often each Layer is called. What is known of a Layer is of all its calls together."""
+        found = Counter(node.layer for node in self.nodes)
+        return [found[i] or 1 for i in range(len(self.layers))]
 
     @property
     def hash(self) -> str:

@@ -16,7 +16,7 @@ from math import inf, lcm
 
 from whale.config import Config
 from whale.cost.compute import CostModel
-from whale.cost.memory import ALLOCATOR_SLACK
+from whale.cost.memory import ALLOCATOR_SLACK, backward_bytes
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster
 from whale.ir.device_types import device_type
@@ -159,7 +159,8 @@ class Shares:
         `held` of the weights.
         """
         num_alive = self.in_flight(stage)
-        static = scratch = activations = largest = 0.0
+        static = scratch = 0.0
+        items = []
         seen: set[str] = set()
         for index in reversed(layers):
             layer, (rows, width) = self.graph.layers[index], share(index)
@@ -172,9 +173,9 @@ class Shares:
                     static += weights + trained * (1.0 + self.costs.training.state_tensors)
                     scratch += trained * self.costs.training.scratch_tensors
             gradient = self.costs.gradient_bytes[index] * held(index)
-            # In its backward, what later Layers kept is free again.
-            largest = max(largest, 2.0 * layer.largest.at(rows) + gradient - activations)
-            activations += self.costs.kept_bytes(index, rank, rows, width)
+            kept = self.costs.kept_bytes(index, rank, rows, width)
+            items.append((layer.largest.at(rows), gradient, kept))
+        largest, activations = backward_bytes(items)
         is_cpu = self.costs.cluster.devices[rank].type == "CPU"
         slack = 0.0 if is_cpu else ALLOCATOR_SLACK * (static + largest)
         return static + max(num_alive * activations + largest, scratch) + slack
