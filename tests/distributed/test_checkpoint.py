@@ -167,7 +167,8 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     ("case_name", "first", "second", "optimizer"),
     [
         ("gpt", "data", "tensor-uneven", "adamw"),
-        ("gpt", "3d-uneven", "data", "groups"),
+        pytest.param("gpt", "3d-uneven", "data", "groups", marks=pytest.mark.full),
+        ("gpt", "data-tensor-uneven", "data", "groups"),
         ("encdec", "1f1b", "pipeline-tensor-uneven", "adamw"),
         ("gpt", "tensor-uneven", "single", "nadam"),
         ("gpt", "single", "widths-tensor", "groups"),

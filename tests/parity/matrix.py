@@ -25,14 +25,28 @@ def family(layout: str) -> str:
     return layout.removesuffix("-uneven")
 
 
+def traits(layout: str) -> frozenset[str]:
+    """What a layout is made of: the words of its name, and whether it is nested."""
+    words = layout.replace("3d", "data-tensor-pipeline-3d").split("-")
+    return frozenset(words) | ({"nested"} if LAYOUTS[layout].nested else set())
+
+
 def pairwise() -> list[tuple[str, str]]:
-    """A part that covers every (model, family), every layout and every unevenness."""
+    """A part with every layout, in which every model meets every trait (chosen greedily)."""
+    rest = [point for point in MATRIX if point not in REFUSED]
+    names = {name for _, name in rest}
+
+    def pairs(point: tuple[str, str]) -> set[tuple[str, str]]:
+        case, name = point
+        # Eight processes take as long as all the rest: once each is enough.
+        met = set() if LAYOUTS[name].num_ranks == 8 else {(case, t) for t in traits(name)}
+        return met | {("", name)}
+
+    missing = {pair for point in rest for pair in pairs(point)}
     chosen: list[tuple[str, str]] = []
-    families = list(dict.fromkeys(family(name) for _, name in MATRIX))
-    for number, case in enumerate(CASE_NAMES):
-        for index, kind in enumerate(families):
-            members = [name for c, name in MATRIX if c == case and family(name) == kind]
-            chosen.append((case, members[(number + index) % len(members)]))
-    missing = {name for _, name in MATRIX} - {name for _, name in chosen}
-    chosen += [(CASE_NAMES[0], name) for name in sorted(missing)]
-    return chosen
+    while missing:
+        best = max(rest, key=lambda point: (len(pairs(point) & missing), -rest.index(point)))
+        chosen.append(best)
+        missing -= pairs(best)
+    assert {name for _, name in chosen} == names
+    return chosen + sorted(REFUSED)

@@ -155,12 +155,17 @@ SMALL = [n for n, case in CASES.items() if not isinstance(case, T5Case) and n no
 WHOLE = ["bias of heads and rows", *(name for name in SMALL if name.startswith("multihead"))]
 
 
-@pytest.mark.parametrize("layout", ["split", "split-uneven"])
+def _uneven(kind: str) -> pytest.MarkDecorator:
+    even = pytest.param(kind, marks=pytest.mark.full)
+    return pytest.mark.parametrize("layout", [even, f"{kind}-uneven"])
+
+
+@_uneven("split")
 def test_a_part_of_the_heads_or_columns(layout: str) -> None:
     check(SMALL, layout)
 
 
-@pytest.mark.parametrize("layout", ["bridged", "bridged-uneven"])
+@_uneven("bridged")
 def test_a_part_of_the_heads_or_columns_of_all_rows(layout: str) -> None:
     check([name for name in SMALL if name not in WHOLE], layout)
 
