@@ -30,10 +30,11 @@ from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
+from whale.runtime.absent import Presence
 from whale.runtime.executor import Totals
 from whale.runtime.heartbeat import is_communication_error
 from whale.runtime.heartbeat import start as start_heartbeat
-from whale.runtime.optimizer import check_elementwise
+from whale.runtime.optimizer import check_elementwise, make_optimizer
 from whale.runtime.outputs import Merge, merge
 
 
@@ -104,6 +105,8 @@ class Step:
         self._evaluating: Any = None
         self._gatherer = Gatherer(model, plan, lowered, rank)
         self.optimizer = self._make_optimizer(optimizer)
+        trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._presence = Presence(trainable, lowered.params, lowered.device)
         self.num_steps = 0
         self._heartbeat = start_heartbeat(
             rank, plan.num_ranks, timedelta(seconds=config.timeout_seconds)
@@ -146,20 +149,7 @@ class Step:
         if not named:
             # A rank without trainable parameters still takes part in schedulers and checkpoints.
             named = [("whale.none", nn.Parameter(torch.zeros(0, device=self._lowered.device)))]
-        if isinstance(factory, torch.optim.Optimizer):
-            raise WhaleError(
-                f"`optimizer` is a {type(factory).__name__} over the whole model's parameters",
-                hint="pass a factory instead, such as partial(torch.optim.AdamW, lr=1e-4): every "
-                "rank makes its own over the pieces it holds",
-            )
-        made = factory(named)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise WhaleError(
-                f"`optimizer` returned {type(made).__name__}, not a torch.optim.Optimizer",
-                hint="pass a factory, such as partial(torch.optim.AdamW, lr=1e-4); it is called "
-                "with "
-                "[(name, parameter), ...]",
-            )
+        made = make_optimizer(factory, named)
         split = {home.name for home in self.plan.homes if home.splits}
         check_elementwise(made, sorted(split), self._config.optimizer.elementwise)
         return made
@@ -195,12 +185,15 @@ class Step:
         divide = self._config.communication.gradients_reduce_method == "mean"
         factor = 1.0 / count if divide else torch.ones_like(count)
         metrics: dict[str, Any] = {"loss": summed[0] / count}
+        flags = self._presence.flags(lowered.grads.touched)
+        squares = lowered.grads.square_sum(lowered.device) if max_norm is not None else count
+        shared = self._sum(torch.cat([squares.double().reshape(1), flags]))
         if max_norm is not None:
-            squares = self._sum(lowered.grads.square_sum(lowered.device))
-            norm = squares.sqrt() * factor
+            norm = shared[0].sqrt() * factor
             metrics["grad_norm"] = norm
             factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         lowered.grads.scale(factor)
+        lowered.grads.leave_out(self._presence.absent(lowered.grads.touched, shared[1:]))
         self.optimizer.step()
         clock.end_step()
         self.num_steps += 1
