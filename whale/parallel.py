@@ -32,6 +32,7 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import Profile
 from whale.ir.schedule import Action, Schedule
+from whale.planner.given import check_given
 from whale.planner.make_plan import make_plan, orders_of
 from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
@@ -120,6 +121,8 @@ def parallelize(
         )
         plan = _agreed(plan)
         _refuse_overflow(plan)
+    else:
+        check_given(plan, captured.graph)
     rank, num_ranks = _rank()
     if plan.num_ranks != num_ranks:
         raise PlanError(

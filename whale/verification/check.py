@@ -33,6 +33,7 @@ from whale.engine.step import OptimizerFactory
 from whale.errors import PlanError, RankError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.planner.given import check_given
 from whale.runtime import batch as batches
 from whale.verification.fold import MAX_RANKS, check_size, fold, scaled_tags
 from whale.verification.on_rank import Report, run_on_rank
@@ -220,9 +221,10 @@ def _adopt(
     loss64: batches.Loss | None,
 ) -> Plan:
     """The user's plan for the float64 copy; a plan for another model is refused."""
-    double = capture(model64, batch64, loss64).graph.hash
+    graph = capture(model64, batch64, loss64).graph
+    double = graph.hash
     if plan.model_hash == double:
-        return plan
+        return check_given(plan, graph)
     own = capture(model, batch, loss).graph.hash
     if plan.model_hash != own:
         raise PlanError(
@@ -233,7 +235,7 @@ def _adopt(
         replace(home, dtype="float64") if home.dtype in _LOW_PRECISION else home
         for home in plan.homes
     )
-    return replace(plan, model_hash=double, homes=homes)
+    return check_given(replace(plan, model_hash=double, homes=homes), graph)
 
 
 def _fold(
