@@ -7,10 +7,12 @@ nothing else happens until `wh.parallelize`. Paper section 3, Table 1.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
@@ -310,6 +312,8 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
                 hint=f"module paths look like: {nearest} ...; `*` does not cross a dot",
                 where=where,
             )
+        if not rest:
+            _warn_idle(pattern, paths, where)
         if any(scope.shards for scope in tag):
             reached.update(hits)
         for hit in hits:
@@ -330,6 +334,18 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
 
 
 _REST = "..."
+
+
+def _warn_idle(pattern: str, paths: Iterable[str], where: str) -> None:
+    """An alternative that matches nothing is legal, and often a typo."""
+    for alternative in pattern.split("|"):
+        if not any(_matches(alternative, path) for path in paths):
+            near = difflib.get_close_matches(alternative.strip(), [p for p in paths if p], 3, 0.0)
+            warnings.warn(
+                f"{where}: annotate: {alternative.strip()!r} in the pattern {pattern!r} matches no "
+                f"module; nearest are: {', '.join(near)}",
+                stacklevel=3,
+            )
 
 
 def _rest(paths: Iterable[str], reached: set[str]) -> list[str]:

@@ -24,6 +24,7 @@ from whale.config import Config
 from whale.cost.compute import Training
 from whale.engine.capture import Captured, capture
 from whale.engine.lower import lower
+from whale.engine.outsiders import refuse_own_parameters
 from whale.engine.parts import check_parts
 from whale.engine.stacked_experts import check_balance
 from whale.engine.step import OptimizerFactory, Step
@@ -114,6 +115,7 @@ def parallelize(
         outputs: Named outputs to merge, such as `{"accuracy": wh.mean}`.
     """
     settings = _config(config)
+    refuse_own_parameters(model, loss)
     captured = capture(model, batch, loss)
     if plan is None:
         plan = _plan(

@@ -24,6 +24,7 @@ from whale.engine import checkpoint
 from whale.engine.capture import capture
 from whale.engine.gather import Gatherer
 from whale.engine.lower import Lowered, make_stages
+from whale.engine.outsiders import Outsiders
 from whale.errors import WhaleError
 from whale.ir.measured import Measured, MeasuredDevice
 from whale.ir.plan import Plan
@@ -107,6 +108,7 @@ class Step:
         self.optimizer = self._make_optimizer(optimizer)
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._presence = Presence(trainable, lowered.params, lowered.device)
+        self._outsiders = Outsiders(model, lowered.params)
         self.num_steps = 0
         self._heartbeat = start_heartbeat(
             rank, plan.num_ranks, timedelta(seconds=config.timeout_seconds)
@@ -177,7 +179,8 @@ class Step:
         clock.begin_step()
         lowered.grads.zero()
         sums = GlobalSums(self.plan.num_ranks, lowered.device)
-        totals = lowered.executor.run(batch, self._actions, lowered.grads, sums.start)
+        with self._outsiders.watching(lowered.executor):
+            totals = lowered.executor.run(batch, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
         summed = sums.wait()
         count = summed[1]
@@ -349,6 +352,7 @@ class Step:
         CheckpointError and nothing is changed.
         """
         self.num_steps, extra = checkpoint.load(self._parts(), path)
+        self._outsiders.again()
         return extra
 
     def _parts(self) -> checkpoint.Parts:

@@ -366,7 +366,14 @@ class Plan:
             raise PlanError(
                 f"the plan has no key {error}", hint="make the plan again: `whale plan --json F`"
             ) from error
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            IndexError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise PlanError(
                 f"the plan holds a value of a wrong kind: {error}",
                 hint="make the plan again: `whale plan --json F`",

@@ -27,6 +27,28 @@ def check_given(plan: Plan, graph: ModelGraph) -> Plan:
             f"the plan is for model {plan.model_hash}, this model is {graph.hash}",
             hint="make a plan for this model: wh.plan(model, ...)",
         )
+    try:
+        _check(plan, graph)
+    except _NONSENSE as error:
+        raise PlanError(
+            f"the plan holds a value of a wrong kind: {type(error).__name__}: {error}", hint=_AGAIN
+        ) from error
+    return plan
+
+
+# What code that counts on numbers and positions says of values that an editor put in their place.
+_NONSENSE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+
+
+def _check(plan: Plan, graph: ModelGraph) -> None:
     check_plan(plan)
     stage_of_path = _stages_of_layers(plan, graph)
     chosen = {t.index: _options(plan, t, graph) for t in plan.taskgraphs}
@@ -50,7 +72,6 @@ def check_given(plan: Plan, graph: ModelGraph) -> Plan:
         _same(f"home of {wanted.name}", found, wanted)
     _same("process groups", sorted(map(str, plan.groups)), sorted(map(str, groups_of(plan))))
     _check_schedule(plan)
-    return plan
 
 
 def _check_schedule(plan: Plan) -> None:

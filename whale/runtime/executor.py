@@ -7,7 +7,7 @@ schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -144,6 +144,9 @@ class Executor:
         No collective in them waits for it.
         """
         self.on_action: Callable[[int, Action], None] | None = None
+        self.before_backward: Callable[[list[torch.Tensor], Iterable[torch.Tensor]], None] | None
+        self.before_backward = None
+        """Sees the roots of every backward, and what other stages sent for it."""
         self.clock = StepClock(plan, rank, device)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
@@ -297,6 +300,8 @@ class Executor:
             if tensor.requires_grad:
                 roots.append(tensor)
                 seeds.append(grad)
+        if self.before_backward is not None:
+            self.before_backward(roots, flight.received.values())
         if roots:
             begun = self.clock.begin_compute()
             torch.autograd.backward(roots, seeds)
