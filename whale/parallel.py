@@ -23,6 +23,7 @@ from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.cost.compute import Training
 from whale.engine.capture import Captured, capture
+from whale.engine.changes import find_changes, refuse_across_stages, refuse_by_rows
 from whale.engine.lower import lower
 from whale.engine.outsiders import refuse_own_parameters
 from whale.engine.parts import check_parts
@@ -135,7 +136,10 @@ def parallelize(
     check_same_weights(model, rank, num_ranks, _local_device(settings))
     if settings.check_parts:
         check_balance(model, plan)
-        check_parts(model, batch, loss)
+        check_parts(model, batch, loss, captured.changes)
+    changes = find_changes(model, batch, loss, captured.changes)
+    refuse_by_rows(plan, changes)
+    refuse_across_stages(plan, model, captured)
     names = frozenset(outputs or ())
     lowered = lower(
         model,
@@ -148,6 +152,7 @@ def parallelize(
         timeout=timedelta(seconds=settings.timeout_seconds),
         communication=settings.communication,
         outputs=names,
+        changes=changes,
     )
     group = _group_of(plan, rank)
     return Step(
@@ -165,6 +170,7 @@ def parallelize(
         predict=lambda measured: replace(
             simulate(plan, title=type(model).__name__), measured=measured
         ),
+        changes=changes,
     )
 
 

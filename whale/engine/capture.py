@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.changes import changed as changed_state
+from whale.engine.changes import spare_loss, state_of
 from whale.engine.examples import Example, example_of
 from whale.engine.graph import Run, changed, graph_of
 from whale.engine.layers import find_layers, layer_tags
@@ -24,6 +26,7 @@ from whale.engine.match import split_options
 from whale.engine.program import Program, merge, tensors_in, tree_map
 from whale.engine.stacked_experts import give_shapes, refuse_balance
 from whale.engine.trace import GlueTracer, RandomCall, add_constants
+from whale.engine.weights import plain_tensors
 from whale.engine.work import WorkCounter
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
@@ -51,6 +54,8 @@ class Captured:
     """Batch dim of every functional dropout, by Layer and number in it."""
     examples: dict[str, Example]
     """What each Layer was called with, where that can be said for any number of rows."""
+    changes: frozenset[str] | None
+    """What a forward changes in the model, by name; None: it does not run on fake tensors."""
 
 
 def named_state(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
@@ -77,7 +82,16 @@ def _fake_copy(model: nn.Module) -> tuple[nn.Module, dict[int, str], dict[int, t
         names[id(fake_buffer)] = name
         if not buffer.is_meta:
             with real_tensors():
-                values[id(fake_buffer)] = buffer.detach().cpu()
+                # A copy: glue that writes to a buffer is evaluated on it.
+                values[id(fake_buffer)] = buffer.detach().to("cpu", copy=True)
+    for tensor in plain_tensors(model):
+        if id(tensor) in memo:
+            continue
+        fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+        memo[id(tensor)] = fake_tensor.requires_grad_(tensor.requires_grad)
+        if not tensor.is_meta:
+            with real_tensors():
+                values[id(fake_tensor)] = tensor.detach().to("cpu", copy=True)
     try:
         fake_model = copy.deepcopy(model, memo)
     except Exception as error:
@@ -128,6 +142,7 @@ def _run(
             if path in split_layers:
                 _watch_inputs(path, layer, run)
             replace_forward(layer, _watched(path, layer, tracer, counter, run, split_layers, names))
+        before = state_of(fake, loss, values=False)
         with counter:
             if traced:
                 with tracer:
@@ -141,6 +156,7 @@ def _run(
                 tracer.paused = 1
                 out = batches.call_model(fake, loss, inputs)
                 run.result = {name: None for name in out}
+        run.changes = changed_state(before, state_of(fake, loss, values=False))
         return run
 
 
@@ -237,6 +253,7 @@ class _Paused:
 
 def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured:
     """The ModelGraph of an annotated model; nothing of the model is changed or materialised."""
+    loss = spare_loss(loss)
     layers = find_layers(model)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
@@ -279,6 +296,7 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
         },
         random=_random_calls(first.calls, second.calls),
         examples=examples,
+        changes=first.changes,
     )
 
 

@@ -22,6 +22,8 @@ from torch import nn
 from whale.config import Config
 from whale.engine import checkpoint
 from whale.engine.capture import capture
+from whale.engine.changes import Changes
+from whale.engine.drift import Drift
 from whale.engine.gather import Gatherer
 from whale.engine.lower import Lowered, make_stages
 from whale.engine.outsiders import Outsiders
@@ -95,6 +97,7 @@ class Step:
         batch: Any,
         rank: int,
         predict: Predict,
+        changes: Changes,
     ) -> None:
         self._predict = predict
         self.plan = plan
@@ -109,6 +112,7 @@ class Step:
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._presence = Presence(trainable, lowered.params, lowered.device)
         self._outsiders = Outsiders(model, lowered.params)
+        self._drift = Drift(model, plan, lowered, rank, changes)
         self.num_steps = 0
         self._heartbeat = start_heartbeat(
             rank, plan.num_ranks, timedelta(seconds=config.timeout_seconds)
@@ -200,6 +204,7 @@ class Step:
         self.optimizer.step()
         clock.end_step()
         self.num_steps += 1
+        self._drift.check(self.num_steps)
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
 

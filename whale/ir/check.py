@@ -217,6 +217,17 @@ def _check_homes(plan: Plan) -> None:
             f"tied parameter {home.name} is cut along dims {sorted(dims)}",
             "the users of a tied parameter must cut the same dim",
         )
+        held: dict[int, object] = {}
+        for t, path in home.splits:
+            split, device = plan.split_of(t, path), plan.taskgraphs[t].virtual_device
+            sharding = dict(split.params)[home.name]
+            for rank in device.ranks:
+                spans = sharding.spans(*split.units(*device.position(rank)))
+                _require(
+                    held.setdefault(rank, spans) == spans,
+                    f"rank {rank} would hold {held[rank]} and {spans} of {home.name}",
+                    "the users of a tied parameter on one rank must cut it at the same points",
+                )
 
 
 def _check_groups(plan: Plan) -> None:

@@ -143,8 +143,9 @@ def _check_readers(
     chosen: dict[int, list[SplitOption]],
     stage_of_layer: list[int],
 ) -> None:
-    """No rank may need whole what it holds a part of, and rows can only be gathered where there
-    are some: what the planner's own choice keeps to.
+    """No rank may need whole what it holds a part of; rows can be gathered where there are some.
+
+    The planner's own choice keeps to both.
     """
     glue = glue_params(graph)
     tied = {p.name for p in graph.parameters if p.aliases}
