@@ -24,6 +24,7 @@ from torch import nn
 from whale.errors import AnnotationError, ClusterError
 from whale.ir.cluster import Cluster, DeviceSlice
 from whale.ir.strategy import Scope, Tag, check_nesting
+from whale.runtime.compat import uncompiled
 
 TAG = "_whale_tag"
 
@@ -289,7 +290,8 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
     one. `"..."` is the rest: all modules that no other entry with `replicate` or `split` reaches.
     """
     where = _caller()
-    paths = {path: module for path, module in model.named_modules(remove_duplicate=False)}
+    root = uncompiled(model)
+    paths = {path: module for path, module in root.named_modules(remove_duplicate=False)}
     scopes: list[tuple[str, Tag]] = []
     for pattern, entry in entries.items():
         primitives = [entry] if isinstance(entry, Primitive) else list(entry)

@@ -239,7 +239,7 @@ def train(layout_name: str, names: list[str]) -> dict[str, Any]:
                 optimizer=OPTIMIZER,
                 batch=example,
                 loss=F.mse_loss,
-                config=layout.config,
+                config={**layout.config, "check_parts": False},
                 cluster=layout.cluster(),
             )
             assert same(before, model), f"{name}: parallelize changed the user's model"
@@ -318,11 +318,106 @@ class Glue(nn.Module):
 MODELS["glue"] = Glue
 
 
-
-def far(model: nn.Module, paths: Any) -> nn.Module:
-    return wh.annotate(model, {"first|block": wh.stage(), "last": wh.stage()})
-
-
 def test_state_between_stages_is_refused() -> None:
     for results in run_ranks(2, train, "stages", ["glue"]):
         assert "count is changed by the forward, between Layers" in results["glue"]
+
+
+# ---- the user's module while a step is open -----------------------------------------------------
+
+
+class Faced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+MODELS["faced"] = Faced
+
+
+def use_face(layout_name: str) -> dict[str, Any]:
+    """Trains, loads, freezes a norm and reads, all through the user's module."""
+    wh.init()
+    layout = LAYOUTS[layout_name]
+    model = build("faced")
+    layout.annotate(model, None)
+    step = wh.parallelize(
+        model,
+        optimizer=OPTIMIZER,
+        batch=batch_of(0),
+        loss=F.mse_loss,
+        config={**layout.config, "check_parts": False},
+        cluster=layout.cluster(),
+    )
+    step(batch_of(0))
+    found: dict[str, Any] = {"trained": model.state_dict(), "part": model.first.state_dict()}
+    model.load_state_dict({k: v / 2 for k, v in model.state_dict().items()})
+    model.first[1].eval()
+    step(batch_of(1))
+    step.evaluate(batch_of(2))
+    step(batch_of(2))
+    found["loaded"] = model.state_dict()
+    model.eval()
+    try:
+        found["output"] = model(batch_of(3)[0])
+    except wh.WhaleError as error:
+        found["output"] = str(error)
+    model.train()
+    model.first[1].eval()
+    model.last.requires_grad_(False)
+    try:
+        step(batch_of(3))
+    except wh.WhaleError as error:
+        found["frozen"] = str(error)
+    model.last.requires_grad_(True)
+    step.write_back()
+    step.close()
+    found["after"] = model.state_dict()
+    found["whole"] = model.eval()(batch_of(3)[0]).detach()
+    return found
+
+
+def face_reference(micro: int) -> dict[str, Any]:
+    model = build("faced")
+    optimizer = OPTIMIZER(model.parameters())
+    points = micro_batch_cuts(ROWS, micro)
+
+    def step(number: int) -> None:
+        x, y = batch_of(number)
+        optimizer.zero_grad()
+        for low, high in zip(points, points[1:], strict=False):
+            (F.mse_loss(model(x[low:high]), y[low:high], reduction="sum") / ROWS).backward()
+        optimizer.step()
+
+    step(0)
+    found: dict[str, Any] = {"trained": copy.deepcopy(model.state_dict())}
+    model.load_state_dict({k: v / 2 for k, v in model.state_dict().items()})
+    model.first[1].eval()
+    step(1)
+    step(2)
+    found["loaded"] = model.state_dict()
+    found["output"] = model.eval()(batch_of(3)[0]).detach()
+    return found
+
+
+@pytest.mark.parametrize("layout_name", ["data", "split", "stages", "nested"])
+def test_the_users_module_is_the_face_of_the_trained_one(layout_name: str) -> None:
+    layout = LAYOUTS[layout_name]
+    truth = face_reference(layout.config.get("pipeline.num_micro_batch", 1))
+    for result in run_ranks(layout.num_ranks, use_face, layout_name):
+        close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11, check_dtype=False)
+        for key in ("trained", "loaded"):
+            assert list(result[key]) == list(truth[key])
+            close(dict(result[key]), dict(truth[key]))
+        close(dict(result["after"]), dict(truth["loaded"]))
+        close(dict(result["part"]), {k: result["trained"][f"first.{k}"] for k in result["part"]})
+        close(result["whole"], truth["output"])
+        assert "requires_grad=False now" in result["frozen"]
+        if layout_name == "data":
+            close(result["output"], truth["output"])
+        else:
+            assert "step.evaluate" in result["output"]

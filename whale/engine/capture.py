@@ -23,7 +23,7 @@ from whale.engine.examples import Example, example_of
 from whale.engine.graph import Run, changed, graph_of
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.match import split_options
-from whale.engine.program import Program, merge, tensors_in, tree_map
+from whale.engine.program import Op, Program, merge, tensors_in, tree_map
 from whale.engine.stacked_experts import give_shapes, refuse_balance
 from whale.engine.trace import GlueTracer, RandomCall, add_constants
 from whale.engine.weights import plain_tensors
@@ -35,7 +35,7 @@ from whale.ir.model_graph import (
 from whale.nn.forwards import replace_forward
 from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
-from whale.runtime.compat import fake_mode, real_tensors
+from whale.runtime.compat import fake_mode, real_tensors, run_eagerly
 
 ROWS = (2, 3)
 
@@ -99,6 +99,7 @@ def _fake_copy(model: nn.Module) -> tuple[nn.Module, dict[int, str], dict[int, t
             f"{type(model).__name__} cannot be copied: {error}",
             hint="attributes such as locks, files or process groups must not sit on modules",
         ) from error
+    run_eagerly(fake_model)
     # The memo keeps the originals' ids alive; the fakes live in the copied model.
     return fake_model, names, values
 
@@ -298,6 +299,21 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
         examples=examples,
         changes=first.changes,
     )
+
+
+def same_trace(a: Captured, b: Captured, *, glue: bool) -> bool:
+    """Whether two captures of a model draw the same randomness and, with `glue`, run the same."""
+    if a.random != b.random or a.dropouts != b.dropouts:
+        return False
+    if not glue:
+        return True
+    if a.program is None or b.program is None:
+        return False
+    return [_steps(op) for op in a.program.ops] == [_steps(op) for op in b.program.ops]
+
+
+def _steps(op: Op) -> tuple[Any, ...]:
+    return op.layer, getattr(op.target, "__name__", None), repr(op.args), repr(op.kwargs), op.state
 
 
 LARGE = 0.25

@@ -26,6 +26,7 @@ from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan
 from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
+from whale.runtime.compat import run_eagerly
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}
 """What every module has: not the user's."""
@@ -109,7 +110,9 @@ def spare(model: nn.Module, changes: frozenset[str] | None) -> nn.Module:
     for tensor in plain_tensors(model):
         if tensor.grad_fn is not None:
             memo[id(tensor)] = tensor.detach().clone()
-    return copy.deepcopy(model, memo)
+    made = copy.deepcopy(model, memo)
+    run_eagerly(made)
+    return made
 
 
 def spare_loss(loss: Any) -> Any:
@@ -167,8 +170,7 @@ def find_changes(model: nn.Module, batch: Any, loss: Any, seen: frozenset[str] |
 
 def _kept(model: nn.Module, loss: Any) -> Iterator[str]:
     """Names of what a state dict has: whoever reads them, they must be right."""
-    for name in model.state_dict():
-        yield name
+    yield from model.state_dict()
     if isinstance(loss, nn.Module):
         yield from (f"{LOSS}.{name}" for name in loss.state_dict())
 

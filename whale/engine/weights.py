@@ -19,6 +19,7 @@ from torch import nn
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.sharding import Piece
+from whale.runtime.compat import run_eagerly
 
 
 def take(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -70,6 +71,7 @@ def local_copy(
             # The last forward's, computed anew by the next; torch does not copy such.
             memo[id(tensor)] = tensor.detach().clone()
     local = copy.deepcopy(model, memo)
+    run_eagerly(local)
     for module in local.modules():
         if isinstance(module, nn.RNNBase) and not any(p.is_meta for p in module.parameters()):
             module.flatten_parameters()

@@ -28,6 +28,7 @@ from whale.annotations import TAG, ambient_cluster, tag_of
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.engine.capture import capture
+from whale.engine.face import plainly
 from whale.engine.lower import norms_of_own_rows
 from whale.engine.step import OptimizerFactory
 from whale.errors import PlanError, RankError, WhaleError
@@ -47,6 +48,7 @@ MAX_PARAMETERS = 50_000_000
 _LOW_PRECISION = ("float32", "bfloat16", "float16")
 
 
+@plainly
 def verify(
     model: nn.Module,
     plan: Plan | None = None,
@@ -163,6 +165,8 @@ def _check(model: nn.Module, batch: Any, steps: int) -> None:
 def _in_float64(model: nn.Module) -> nn.Module:
     """A copy on the CPU, every floating tensor in float64; one on the meta device stays there."""
     double = copy.deepcopy(model).double()
+    if not double.training:
+        double.train()
     if not any(t.is_meta for t in (*double.parameters(), *double.buffers())):
         double = double.cpu()
     return double
