@@ -10,9 +10,9 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import itertools
+import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
@@ -24,9 +24,10 @@ from torch import nn
 from whale.errors import AnnotationError, ClusterError
 from whale.ir.cluster import Cluster, DeviceSlice
 from whale.ir.strategy import Scope, Tag, check_nesting
-from whale.runtime.compat import uncompiled
 
 TAG = "_whale_tag"
+
+_LOG = logging.getLogger("whale")
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -290,8 +291,11 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
     one. `"..."` is the rest: all modules that no other entry with `replicate` or `split` reaches.
     """
     where = _caller()
-    root = uncompiled(model)
-    paths = {path: module for path, module in root.named_modules(remove_duplicate=False)}
+    paths = {
+        # What torch.compile made of a model has it inside, under this name.
+        path.removeprefix("_orig_mod").removeprefix("."): module
+        for path, module in model.named_modules(remove_duplicate=False)
+    }
     scopes: list[tuple[str, Tag]] = []
     for pattern, entry in entries.items():
         primitives = [entry] if isinstance(entry, Primitive) else list(entry)
@@ -343,10 +347,12 @@ def _warn_idle(pattern: str, paths: Iterable[str], where: str) -> None:
     for alternative in pattern.split("|"):
         if not any(_matches(alternative, path) for path in paths):
             near = difflib.get_close_matches(alternative.strip(), [p for p in paths if p], 3, 0.0)
-            warnings.warn(
-                f"{where}: annotate: {alternative.strip()!r} in the pattern {pattern!r} matches no "
-                f"module; nearest are: {', '.join(near)}",
-                stacklevel=3,
+            _LOG.warning(
+                "%s: annotate: %r in the pattern %r matches no module; nearest are: %s",
+                where,
+                alternative.strip(),
+                pattern,
+                ", ".join(near),
             )
 
 

@@ -166,7 +166,11 @@ def test_a_replica_listed_twice_is_refused_by_parallelize_and_verify() -> None:
         wh.parallelize(model, optimizer=SGD, batch=batch, loss=loss, plan=Plan.from_dict(homes))
 
 
-def test_an_alternative_that_matches_nothing_is_said() -> None:
+def test_an_alternative_that_matches_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    with pytest.warns(UserWarning, match=r"test_given.py:\d+: annotate: '2' in the pattern '1\|2'"):
-        wh.annotate(model, {"1|2": wh.replicate()})
+    wh.annotate(model, {"1|2": wh.replicate()})
+    assert "test_given.py" in caplog.text
+    assert "'2' in the pattern '1|2' matches no module; nearest are:" in caplog.text
+    caplog.clear()
+    wh.annotate(model, {"0|1": wh.replicate()})
+    assert not caplog.records
