@@ -156,6 +156,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "choosy": Choosy,
     "branches": Branches,
 }
+KEPT = tuple(MODELS)
 REFUSED = ("average", "average by data", "rows", "hidden", "number")
 
 
@@ -267,7 +268,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 def test_state_is_what_one_device_leaves(layout_name: str) -> None:
     layout = LAYOUTS[layout_name]
     staged = layout.annotate is halves
-    names = [n for n in MODELS if not (staged and n in (*UNTRACED, "twice"))]
+    names = [n for n in KEPT if not (staged and n in (*UNTRACED, "twice"))]
     micro = layout.config.get("pipeline.num_micro_batch", 1)
     for rank, results in enumerate(run_ranks(layout.num_ranks, train, layout_name, names)):
         for name, result in results.items():
@@ -321,6 +322,33 @@ MODELS["glue"] = Glue
 def test_state_between_stages_is_refused() -> None:
     for results in run_ranks(2, train, "stages", ["glue"]):
         assert "count is changed by the forward, between Layers" in results["glue"]
+
+
+class DeadEnd(nn.Module):
+    """Sends the next stage a value that it reads without a gradient."""
+
+    def __init__(self, detach: bool) -> None:
+        super().__init__()
+        self.first, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last, self.detach = nn.Linear(WIDTH, 1), detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, aside = self.first(x), self.aside(x)
+        aside = aside.detach() if self.detach else aside
+        return self.last(hidden) + (self.last(aside).detach() > 0)
+
+
+MODELS["dead end"] = partial(DeadEnd, False)
+MODELS["detached"] = partial(DeadEnd, True)
+
+
+def test_a_value_without_a_gradient_is_refused_between_stages() -> None:
+    for results in run_ranks(2, train, "stages", ["dead end", "detached"]):
+        assert "have no gradient there" in results["dead end"]
+        losses, state = reference("detached", 3)
+        assert results["detached"][0] == pytest.approx(losses, rel=1e-9)
+        for key, tensor in state.items():
+            torch.testing.assert_close(results["detached"][1][key], tensor, rtol=1e-9, atol=1e-11)
 
 
 # ---- the user's module while a step is open -----------------------------------------------------

@@ -9,6 +9,8 @@ optimizer would see its gradient. Two looks find all of these:
 - before a backward, the leaves of the graph are this rank's parameters, values that other stages
   sent, and tensors made in this very forward (forces are gradients of positions); a Parameter of
   someone else is refused at once, any other tensor when it comes a second time.
+
+Between stages, a value that nobody sends a gradient back for is refused as well.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -97,9 +100,13 @@ class Outsiders:
     Args:
         model: The user's own.
         params: This rank's.
+        num_stages: Of the plan.
     """
 
-    def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, params: Mapping[str, nn.Parameter], num_stages: int
+    ) -> None:
+        self.num_stages = num_stages
         tensors: dict[str, torch.Tensor] = {
             **dict(model.named_parameters()),
             **dict(model.named_buffers()),
@@ -121,6 +128,8 @@ class Outsiders:
         executor.before_backward = self._check if watched else None
         with _Reads(self.named) if watched else nullcontext():
             yield
+        if watched and self.num_stages > 1:
+            _refuse_dead_ends(executor.used)
 
     def _check(self, roots: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> None:
         allowed = self.own | {id(tensor) for tensor in received}
@@ -139,6 +148,27 @@ class Outsiders:
                     hint="make it a parameter of the model, or detach it",
                 )
             self.seen[id(leaf)] = weakref.ref(leaf)
+
+
+def _refuse_dead_ends(used: Mapping[int, bool]) -> None:
+    """A value that no later stage sends a gradient back for; all ranks call it.
+
+    Messages have no None: zeros would come back, and what was computed before it would be decayed
+    as if it had a gradient.
+    """
+    everyone: list[Mapping[int, bool]] = [used]
+    if dist.is_initialized():
+        everyone = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, dict(used))
+    alive = {value for theirs in everyone for value, grad in theirs.items() if grad}
+    dead = sorted({value for theirs in everyone for value in theirs} - alive)
+    if dead:
+        raise WhaleError(
+            f"{len(dead)} values travel to a later stage and have no gradient there, though "
+            "parameters were used for them: on one device those would not be updated",
+            hint="detach them where they are made (x.detach()), or compute and use them in one "
+            "stage",
+        )
 
 
 def _leaves(roots: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

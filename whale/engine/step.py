@@ -117,7 +117,7 @@ class Step:
         self.optimizer = self._make_optimizer(optimizer)
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._presence = Presence(trainable, lowered.params, lowered.device)
-        self._outsiders = Outsiders(model, lowered.params)
+        self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
         self._drift = Drift(model, plan, lowered, rank, changes)
         self._captured, self._read_at = captured, 0
         self.num_steps = 0

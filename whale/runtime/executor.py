@@ -147,6 +147,8 @@ class Executor:
         self.before_backward: Callable[[list[torch.Tensor], Iterable[torch.Tensor]], None] | None
         self.before_backward = None
         """Sees the roots of every backward, and what other stages sent for it."""
+        self.used: dict[int, bool] = {}
+        """By value that other stages sent, whether a gradient ever came back for it."""
         self.clock = StepClock(plan, rank, device)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
@@ -311,6 +313,7 @@ class Executor:
                 if not self.borders[value].grad:
                     continue
                 tensor = flight.received[value]
+                self.used[value] = self.used.get(value, False) or tensor.grad is not None
                 grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self._local["B", source, micro_batch, stage, value] = grad
 
