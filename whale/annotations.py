@@ -7,8 +7,10 @@ nothing else happens until `wh.parallelize`. Paper section 3, Table 1.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -24,6 +26,8 @@ from whale.ir.cluster import Cluster, DeviceSlice
 from whale.ir.strategy import Scope, Tag, check_nesting
 
 TAG = "_whale_tag"
+
+_LOG = logging.getLogger("whale")
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -287,7 +291,11 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
     one. `"..."` is the rest: all modules that no other entry with `replicate` or `split` reaches.
     """
     where = _caller()
-    paths = {path: module for path, module in model.named_modules(remove_duplicate=False)}
+    paths = {
+        # What torch.compile made of a model has it inside, under this name.
+        path.removeprefix("_orig_mod").removeprefix("."): module
+        for path, module in model.named_modules(remove_duplicate=False)
+    }
     scopes: list[tuple[str, Tag]] = []
     for pattern, entry in entries.items():
         primitives = [entry] if isinstance(entry, Primitive) else list(entry)
@@ -310,6 +318,8 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
                 hint=f"module paths look like: {nearest} ...; `*` does not cross a dot",
                 where=where,
             )
+        if not rest:
+            _warn_idle(pattern, paths, where)
         if any(scope.shards for scope in tag):
             reached.update(hits)
         for hit in hits:
@@ -330,6 +340,20 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
 
 
 _REST = "..."
+
+
+def _warn_idle(pattern: str, paths: Iterable[str], where: str) -> None:
+    """An alternative that matches nothing is legal, and often a typo."""
+    for alternative in pattern.split("|"):
+        if not any(_matches(alternative, path) for path in paths):
+            near = difflib.get_close_matches(alternative.strip(), [p for p in paths if p], 3, 0.0)
+            _LOG.warning(
+                "%s: annotate: %r in the pattern %r matches no module; nearest are: %s",
+                where,
+                alternative.strip(),
+                pattern,
+                ", ".join(near),
+            )
 
 
 def _rest(paths: Iterable[str], reached: set[str]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,7 +24,10 @@ from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.cost.compute import Training
 from whale.engine.capture import Captured, capture
+from whale.engine.changes import find_changes, refuse_across_stages, refuse_by_rows
+from whale.engine.face import hide_from_compiler, plainly
 from whale.engine.lower import lower
+from whale.engine.outsiders import refuse_own_parameters
 from whale.engine.parts import check_parts
 from whale.engine.stacked_experts import check_balance
 from whale.engine.step import OptimizerFactory, Step
@@ -32,10 +36,12 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import Profile
 from whale.ir.schedule import Action, Schedule
+from whale.planner.given import check_given
 from whale.planner.make_plan import make_plan, orders_of
 from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
 from whale.runtime.agreement import check_same_weights
+from whale.runtime.compat import compiled_parts
 from whale.runtime.optimizer import state_tensors
 from whale.runtime.outputs import Merge
 from whale.runtime.preflight import check_versions
@@ -88,6 +94,7 @@ def _local_device(config: Config | None = None) -> torch.device:
     return torch.device("cuda", visible[int(os.environ.get("LOCAL_RANK", "0")) % len(visible)])
 
 
+@plainly
 def parallelize(
     model: nn.Module,
     *,
@@ -113,6 +120,8 @@ def parallelize(
         outputs: Named outputs to merge, such as `{"accuracy": wh.mean}`.
     """
     settings = _config(config)
+    refuse_own_parameters(model, loss)
+    _say_eager(model)
     captured = capture(model, batch, loss)
     if plan is None:
         plan = _plan(
@@ -120,6 +129,8 @@ def parallelize(
         )
         plan = _agreed(plan)
         _refuse_overflow(plan)
+    else:
+        check_given(plan, captured.graph)
     rank, num_ranks = _rank()
     if plan.num_ranks != num_ranks:
         raise PlanError(
@@ -128,9 +139,12 @@ def parallelize(
             "devices",
         )
     check_same_weights(model, rank, num_ranks, _local_device(settings))
+    changes = find_changes(model, batch, loss, captured.changes)
+    refuse_by_rows(plan, changes)
+    refuse_across_stages(plan, model, captured)
     if settings.check_parts:
         check_balance(model, plan)
-        check_parts(model, batch, loss)
+        check_parts(model, batch, loss, captured.changes)
     names = frozenset(outputs or ())
     lowered = lower(
         model,
@@ -143,6 +157,7 @@ def parallelize(
         timeout=timedelta(seconds=settings.timeout_seconds),
         communication=settings.communication,
         outputs=names,
+        changes=changes,
     )
     group = _group_of(plan, rank)
     return Step(
@@ -160,9 +175,12 @@ def parallelize(
         predict=lambda measured: replace(
             simulate(plan, title=type(model).__name__), measured=measured
         ),
+        changes=changes,
+        captured=captured,
     )
 
 
+@plainly
 def plan(
     model: nn.Module,
     *,
@@ -208,6 +226,17 @@ def _agreed(plan: Plan) -> Plan:
     texts = [json.dumps(plan.to_dict()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(texts, src=0)
     return Plan.from_dict(json.loads(str(texts[0])))
+
+
+def _say_eager(model: nn.Module) -> None:
+    found = compiled_parts(model)
+    if found:
+        hide_from_compiler()
+        warnings.warn(
+            f"{len(found)} modules are compiled ({found[0] or 'the model'} ...): Whale runs their "
+            "own code instead, with the same result",
+            stacklevel=4,
+        )
 
 
 def _training(optimizer: OptimizerFactory) -> Training:

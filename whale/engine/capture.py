@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.changes import changed as changed_state
+from whale.engine.changes import spare_loss, state_of
 from whale.engine.examples import Example, example_of
 from whale.engine.graph import Run, changed, graph_of
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.match import split_options
-from whale.engine.program import Program, merge, tensors_in, tree_map
+from whale.engine.program import Op, Program, merge, tensors_in, tree_map
 from whale.engine.stacked_experts import give_shapes, refuse_balance
 from whale.engine.trace import GlueTracer, RandomCall, add_constants
+from whale.engine.weights import plain_tensors
 from whale.engine.work import WorkCounter
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
@@ -32,7 +35,7 @@ from whale.ir.model_graph import (
 from whale.nn.forwards import replace_forward
 from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
-from whale.runtime.compat import fake_mode, real_tensors
+from whale.runtime.compat import fake_mode, real_tensors, run_eagerly
 
 ROWS = (2, 3)
 
@@ -51,6 +54,8 @@ class Captured:
     """Batch dim of every functional dropout, by Layer and number in it."""
     examples: dict[str, Example]
     """What each Layer was called with, where that can be said for any number of rows."""
+    changes: frozenset[str] | None
+    """What a forward changes in the model, by name; None: it does not run on fake tensors."""
 
 
 def named_state(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
@@ -77,7 +82,16 @@ def _fake_copy(model: nn.Module) -> tuple[nn.Module, dict[int, str], dict[int, t
         names[id(fake_buffer)] = name
         if not buffer.is_meta:
             with real_tensors():
-                values[id(fake_buffer)] = buffer.detach().cpu()
+                # A copy: glue that writes to a buffer is evaluated on it.
+                values[id(fake_buffer)] = buffer.detach().to("cpu", copy=True)
+    for tensor in plain_tensors(model):
+        if id(tensor) in memo:
+            continue
+        fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+        memo[id(tensor)] = fake_tensor.requires_grad_(tensor.requires_grad)
+        if not tensor.is_meta:
+            with real_tensors():
+                values[id(fake_tensor)] = tensor.detach().to("cpu", copy=True)
     try:
         fake_model = copy.deepcopy(model, memo)
     except Exception as error:
@@ -85,6 +99,7 @@ def _fake_copy(model: nn.Module) -> tuple[nn.Module, dict[int, str], dict[int, t
             f"{type(model).__name__} cannot be copied: {error}",
             hint="attributes such as locks, files or process groups must not sit on modules",
         ) from error
+    run_eagerly(fake_model)
     # The memo keeps the originals' ids alive; the fakes live in the copied model.
     return fake_model, names, values
 
@@ -128,6 +143,7 @@ def _run(
             if path in split_layers:
                 _watch_inputs(path, layer, run)
             replace_forward(layer, _watched(path, layer, tracer, counter, run, split_layers, names))
+        before = state_of(fake, loss, values=False)
         with counter:
             if traced:
                 with tracer:
@@ -141,6 +157,7 @@ def _run(
                 tracer.paused = 1
                 out = batches.call_model(fake, loss, inputs)
                 run.result = {name: None for name in out}
+        run.changes = changed_state(before, state_of(fake, loss, values=False))
         return run
 
 
@@ -237,6 +254,7 @@ class _Paused:
 
 def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured:
     """The ModelGraph of an annotated model; nothing of the model is changed or materialised."""
+    loss = spare_loss(loss)
     layers = find_layers(model)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
@@ -279,7 +297,23 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
         },
         random=_random_calls(first.calls, second.calls),
         examples=examples,
+        changes=first.changes,
     )
+
+
+def same_trace(a: Captured, b: Captured, *, glue: bool) -> bool:
+    """Whether two captures of a model draw the same randomness and, with `glue`, run the same."""
+    if a.random != b.random or a.dropouts != b.dropouts:
+        return False
+    if not glue:
+        return True
+    if a.program is None or b.program is None:
+        return False
+    return [_steps(op) for op in a.program.ops] == [_steps(op) for op in b.program.ops]
+
+
+def _steps(op: Op) -> tuple[Any, ...]:
+    return op.layer, getattr(op.target, "__name__", None), repr(op.args), repr(op.kwargs), op.state
 
 
 LARGE = 0.25

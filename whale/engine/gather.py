@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.engine.lower import Lowered, stage_of_module
+from whale.errors import WhaleError
 from whale.ir.plan import Home, Plan
 from whale.ir.sharding import Piece, Span
 
@@ -69,10 +70,20 @@ class Gatherer:
         }
         tensors = dict(self._parameters(lambda p: p.detach()))
         buffers = dict(self._buffers())
-        return {
-            key: tensors[by_name[key]] if key in by_name else buffers[key]
-            for key in self.model.state_dict()
-        }
+        keys = [key for key in self.model.state_dict() if key in by_name or key in buffers]
+        strange = [k for k in self.model.state_dict() if k not in {*keys, *self._original()}]
+        if strange:
+            raise WhaleError(
+                f"{strange[0]} in the model's state dict is neither a parameter nor a buffer",
+                hint="what get_extra_state or a hook adds must be kept by yourself",
+            )
+        kept = set(self.lowered.model.state_dict())
+        # A forward may fill buffers that were None: they come last.
+        keys += [name for name in buffers if name in kept and name not in keys]
+        return {key: tensors[by_name[key]] if key in by_name else buffers[key] for key in keys}
+
+    def _original(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_buffers(remove_duplicate=False))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """By first name; trainable parameters only."""
@@ -100,12 +111,26 @@ class Gatherer:
             yield home.name, whole
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        local = dict(self.lowered.model.named_buffers())
-        for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            stage = stage_of_module(self.plan, name.rpartition(".")[0])
-            owner = min(self.plan.stages[stage].virtual_device.ranks)
-            mine = local.get(name) if owner == self.rank else None
-            yield name, self._share(mine, owner, tuple(buffer.shape), buffer.dtype)
+        """Each from a rank that runs its module, as it is there: a forward may replace it."""
+        local = dict(self.lowered.model.named_buffers(remove_duplicate=False))
+        owners = {name: self._runs(name) for name in local}
+        mine = {
+            name: (tuple(buffer.shape), buffer.dtype)
+            for name, buffer in local.items()
+            if owners[name] == self.rank
+        }
+        forms = [mine]
+        if self.plan.num_ranks > 1:
+            forms = [{} for _ in range(self.plan.num_ranks)]
+            dist.all_gather_object(forms, mine)
+        for owner, held in enumerate(forms):
+            for name, (shape, dtype) in held.items():
+                source = local[name] if owner == self.rank else None
+                yield name, self._share(source, owner, shape, dtype)
+
+    def _runs(self, name: str) -> int:
+        stage = stage_of_module(self.plan, name.rpartition(".")[0])
+        return min(self.plan.stages[stage].virtual_device.ranks)
 
     def _share(
         self, local: torch.Tensor | None, owner: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -115,7 +140,7 @@ class Gatherer:
         else:
             data = torch.empty(shape, dtype=dtype, device=self.lowered.device)
         if self.plan.num_ranks > 1:
-            dist.broadcast(data, owner)
+            dist.broadcast(torch.view_as_real(data) if data.is_complex() else data, owner)
         return data.cpu()
 
 

@@ -49,6 +49,8 @@ class Run:
     calls: list[RandomCall]
     program: Program | None
     result: dict[str, Any]
+    changes: frozenset[str] | None = None
+    """What the forward changed in the model; None: it did not end."""
 
     @classmethod
     def empty(cls) -> Run:

@@ -16,6 +16,7 @@ from torch import nn
 
 from whale.config_groups import CommunicationConfig
 from whale.engine.capture import Captured
+from whale.engine.changes import Changes, stages_of_changes
 from whale.engine.program import ValueSpec
 from whale.engine.random import install_randomness, with_heads
 from whale.engine.rules import install
@@ -74,6 +75,7 @@ def lower(
     timeout: timedelta,
     communication: CommunicationConfig | None = None,
     outputs: frozenset[str] = frozenset(),
+    changes: Changes | None = None,
 ) -> Lowered:
     """This rank's program for `plan`; the user's module stays as it is."""
     if plan.model_hash != captured.graph.hash:
@@ -117,7 +119,8 @@ def lower(
         Channels(rank, groups.channels),
         context,
         device,
-        _skippable(plan, local, set(stages)),
+        _skippable(plan, local, set(stages))
+        - (stages_of_changes(plan, changes) if changes is not None else set()),
         queue,
     )
     return Lowered(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.changes import spare, spare_loss
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
 from whale.runtime.means import MeanTracker
@@ -19,12 +20,24 @@ from whale.runtime.means import MeanTracker
 _ROWS = 16
 
 
-def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None:
+def check_parts(
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    changes: frozenset[str] | None = None,
+) -> None:
     """Compares the loss of a few rows with that of the same rows in two parts.
+
+    Every run is on a copy, for a forward may change the model (`changes` are the names of what it
+    changes, None: unknown): neither the next run nor the user may see that.
 
     A model on the meta device has no values yet and is not tried, nor is one with a layer that says
     its rows interact: experts with limited room see the whole micro-batch under every layout.
     """
+
+    def measure(part: Any) -> tuple[float, float, torch.dtype]:
+        return _measure(spare(model, changes).eval(), spare_loss(loss), part)
+
     rows = min(_ROWS, batches.num_rows(batch))
     tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
     if rows < 2 or any(t.is_meta for t in tensors):
@@ -32,19 +45,10 @@ def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None
     if any(getattr(module, "rows_interact", False) for module in model.modules()):
         return
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    flags = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            few = batches.spread_rows(batch, rows, device)
-            whole = _measure(model, loss, few)
-            parts = [
-                _measure(model, loss, batches.take_rows(few, low, high))
-                for low, high in ((0, 1), (1, rows))
-            ]
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
+    with torch.no_grad(), torch.random.fork_rng():
+        few = batches.spread_rows(batch, rows, device)
+        whole = measure(few)
+        parts = [measure(batches.take_rows(few, low, high)) for low, high in ((0, 1), (1, rows))]
     total, count, dtype = whole
     apart = sum(p[0] for p in parts)
     counted = sum(p[1] for p in parts)

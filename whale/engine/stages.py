@@ -136,6 +136,8 @@ class WholeStage:
     ) -> None:
         self.model, self.loss, self.outputs = model, loss, outputs
         self.random = random or nullcontext()
+        self.draws = random is not None
+        """Whether training draws random numbers in the user's own code."""
 
     def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
         """Runs the model on this rank's rows."""

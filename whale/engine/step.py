@@ -8,6 +8,7 @@ lists.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,20 +22,28 @@ from torch import nn
 
 from whale.config import Config
 from whale.engine import checkpoint
-from whale.engine.capture import capture
+from whale.engine.capture import Captured, capture, same_trace
+from whale.engine.changes import Changes
+from whale.engine.drift import Drift
+from whale.engine.face import Face, bare
 from whale.engine.gather import Gatherer
 from whale.engine.lower import Lowered, make_stages
+from whale.engine.outsiders import Outsiders
+from whale.engine.standing import load_into, runnable, write_back
 from whale.errors import WhaleError
 from whale.ir.measured import Measured, MeasuredDevice
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
+from whale.runtime.absent import Presence
 from whale.runtime.executor import Totals
 from whale.runtime.heartbeat import is_communication_error
 from whale.runtime.heartbeat import start as start_heartbeat
-from whale.runtime.optimizer import check_elementwise
+from whale.runtime.optimizer import check_elementwise, make_optimizer
 from whale.runtime.outputs import Merge, merge
+
+_LOG = logging.getLogger("whale")
 
 
 class GlobalSums:
@@ -93,6 +102,8 @@ class Step:
         batch: Any,
         rank: int,
         predict: Predict,
+        changes: Changes,
+        captured: Captured,
     ) -> None:
         self._predict = predict
         self.plan = plan
@@ -104,11 +115,18 @@ class Step:
         self._evaluating: Any = None
         self._gatherer = Gatherer(model, plan, lowered, rank)
         self.optimizer = self._make_optimizer(optimizer)
+        trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._presence = Presence(trainable, lowered.params, lowered.device)
+        self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
+        self._drift = Drift(model, plan, lowered, rank, changes)
+        self._captured, self._read_at = captured, 0
         self.num_steps = 0
         self._heartbeat = start_heartbeat(
             rank, plan.num_ranks, timedelta(seconds=config.timeout_seconds)
         )
         lowered.executor.on_action = self._on_action
+        self._face = Face(model, lowered.model, self)
+        self._flags = {self._face.flags()}
 
     @property
     def config(self) -> Config:
@@ -146,20 +164,7 @@ class Step:
         if not named:
             # A rank without trainable parameters still takes part in schedulers and checkpoints.
             named = [("whale.none", nn.Parameter(torch.zeros(0, device=self._lowered.device)))]
-        if isinstance(factory, torch.optim.Optimizer):
-            raise WhaleError(
-                f"`optimizer` is a {type(factory).__name__} over the whole model's parameters",
-                hint="pass a factory instead, such as partial(torch.optim.AdamW, lr=1e-4): every "
-                "rank makes its own over the pieces it holds",
-            )
-        made = factory(named)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise WhaleError(
-                f"`optimizer` returned {type(made).__name__}, not a torch.optim.Optimizer",
-                hint="pass a factory, such as partial(torch.optim.AdamW, lr=1e-4); it is called "
-                "with "
-                "[(name, parameter), ...]",
-            )
+        made = make_optimizer(factory, named)
         split = {home.name for home in self.plan.homes if home.splits}
         check_elementwise(made, sorted(split), self._config.optimizer.elementwise)
         return made
@@ -180,14 +185,16 @@ class Step:
     def _train(self, batch: Any) -> dict[str, Any]:
         batch = batches.localize(batch, self)
         lowered = self._lowered
-        if not lowered.model.training:
-            lowered.model.train()
+        if self._face.follow():
+            self._check_flags()
+        self._face.say_mode()
         lowered.context.step = self.num_steps
         clock = lowered.executor.clock
         clock.begin_step()
         lowered.grads.zero()
         sums = GlobalSums(self.plan.num_ranks, lowered.device)
-        totals = lowered.executor.run(batch, self._actions, lowered.grads, sums.start)
+        with self._outsiders.watching(lowered.executor):
+            totals = lowered.executor.run(batch, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
         summed = sums.wait()
         count = summed[1]
@@ -195,17 +202,36 @@ class Step:
         divide = self._config.communication.gradients_reduce_method == "mean"
         factor = 1.0 / count if divide else torch.ones_like(count)
         metrics: dict[str, Any] = {"loss": summed[0] / count}
+        flags = self._presence.flags(lowered.grads.touched)
+        squares = lowered.grads.square_sum(lowered.device) if max_norm is not None else count
+        shared = self._sum(torch.cat([squares.double().reshape(1), flags]))
         if max_norm is not None:
-            squares = self._sum(lowered.grads.square_sum(lowered.device))
-            norm = squares.sqrt() * factor
+            norm = shared[0].sqrt() * factor
             metrics["grad_norm"] = norm
             factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         lowered.grads.scale(factor)
+        lowered.grads.leave_out(self._presence.absent(lowered.grads.touched, shared[1:]))
         self.optimizer.step()
         clock.end_step()
         self.num_steps += 1
+        self._drift.check(self.num_steps)
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
+
+    def _check_flags(self) -> None:
+        """Recorded glue and keyed randomness are those of the flags that capture saw."""
+        flags = self._face.flags()
+        if flags in self._flags:
+            return
+        with bare(self._model):
+            now = capture(self._model, self._example, self._loss)
+        if not same_trace(self._captured, now, glue=len(self.plan.stages) > 1):
+            raise WhaleError(
+                "model.train() or model.eval() changed what the model does between its Layers, or "
+                "which random numbers it draws, since it was parallelized",
+                hint="set the mode that it trains in before wh.parallelize",
+            )
+        self._flags.add(flags)
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
         if self.plan.num_ranks > 1:
@@ -226,6 +252,7 @@ class Step:
         batch = batches.localize(batch, self)
         self._settle()
         lowered = self._lowered
+        flags = [(module, module.training) for module in lowered.model.modules()]
         lowered.model.eval()
         executor = lowered.executor
         training = executor.stages
@@ -235,7 +262,8 @@ class Step:
                 totals = executor.run(batch, self._forward_actions, None)
         finally:
             executor.stages = training
-            lowered.model.train()
+            for module, flag in flags:
+                module.training = flag
         summed = self._sum(torch.stack([totals.loss, totals.count]))
         metrics: dict[str, Any] = {"loss": summed[0] / summed[1]}
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
@@ -249,7 +277,8 @@ class Step:
             flags = {module: module.training for module in self._model.modules()}
             self._model.eval()
             try:
-                captured = capture(self._model, self._example, self._loss)
+                with bare(self._model):
+                    captured = capture(self._model, self._example, self._loss)
             finally:
                 for module, flag in flags.items():
                     module.training = flag
@@ -275,11 +304,52 @@ class Step:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state on every rank's CPU, with exactly the original model's keys."""
         self._settle()
-        return self._gatherer.state_dict()
+        self._read_at = self.num_steps
+        with bare(self._model):
+            return self._gatherer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Loads weights and buffers by the original names; the optimizer's state stays.
+
+        Strict as torch's; returns its missing and unexpected keys. All ranks call it, with the same
+        values.
+        """
+        return self.load_into("", state, strict)
+
+    def load_into(self, path: str, state: Any, strict: bool) -> Any:
+        """The same for the part of the model at `path`."""
+        with bare(self._model):
+            result = load_into(
+                self._model, self._lowered, path, state, strict, self.rank, self.plan.num_ranks
+            )
+        self._outsiders.again()
+        return result
+
+    def write_back(self) -> None:
+        """Copies the trained weights and buffers into the user's own module; all ranks call it.
+
+        Until then its tensors are those from before training.
+        """
+        state = self.state_dict()
+        with bare(self._model):
+            write_back(self._model, state)
+        self._face.note()
+
+    def runnable(self, path: str) -> nn.Module:
+        """The trained part of the model at `path`, where calling it here is exact; else an error.
+
+        `model(x)` asks this while the step is open.
+        """
+        self._face.follow()
+        return runnable(self.plan, self._lowered, self.rank, path)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The whole model's gradients of the last step (divided, clipped) on every rank's CPU."""
-        return self._gatherer.gradients()
+        """The whole model's gradients of the last step (divided, clipped) on every rank's CPU.
+
+        Zeros where no rank had a gradient; such a parameter was not updated.
+        """
+        with bare(self._model):
+            return self._gatherer.gradients()
 
     def expert_counters(self, *, reset: bool = False) -> dict[str, dict[str, torch.Tensor]]:
         """What `wh.nn.MoE.counters` says of each mixture of experts that this rank runs, by path.
@@ -347,7 +417,9 @@ class Step:
         complete. `extra` is JSON of the user's own, given back by `load`; rank 0's is kept.
         """
         self._settle()
-        checkpoint.save(self._parts(), path, num_steps=self.num_steps, extra=extra)
+        self._read_at = self.num_steps
+        with bare(self._model):
+            checkpoint.save(self._parts(), path, num_steps=self.num_steps, extra=extra)
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Restores weights, buffers, optimizer and step count, saved under any plan; gives `extra`.
@@ -355,7 +427,10 @@ class Step:
         All ranks call it. When anything is missing or does not fit, every rank raises a
         CheckpointError and nothing is changed.
         """
-        self.num_steps, extra = checkpoint.load(self._parts(), path)
+        with bare(self._model):
+            self.num_steps, extra = checkpoint.load(self._parts(), path)
+        self._read_at = self.num_steps
+        self._outsiders.again()
         return extra
 
     def _parts(self) -> checkpoint.Parts:
@@ -368,7 +443,18 @@ class Step:
         )
 
     def close(self) -> None:
-        """Frees process groups and memory; the user's model can be parallelized again."""
+        """Frees process groups and memory; the user's model can be parallelized again.
+
+        The user's module is plain again, with the weights from before training unless
+        `write_back` was called.
+        """
+        if self._read_at < self.num_steps:
+            _LOG.warning(
+                "the step is closed and its %d steps are forgotten: call step.save, "
+                "step.state_dict or step.write_back first to keep what it trained",
+                self.num_steps - self._read_at,
+            )
+        self._face.take_off()
         if self._heartbeat is not None:
             self._heartbeat.close()
         self._lowered.groups.close()

@@ -33,13 +33,14 @@ _CONSTANT_ELEMENTS = 1 << 26
 
 
 def user_line() -> str:
-    """file:line of the innermost frame that is neither torch's nor this package's engine."""
-    engine = os.path.dirname(os.path.abspath(__file__))
+    """file:line of the innermost frame that is neither torch's nor this package's machinery."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    ours = tuple(os.path.join(package, part, "") for part in ("engine", "runtime", "nn"))
     torch_root = os.path.dirname(os.path.abspath(torch.__file__))
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = os.path.abspath(frame.f_code.co_filename)
-        if not name.startswith((engine, torch_root)):
+        if not name.startswith((*ours, torch_root)):
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

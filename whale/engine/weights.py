@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.sharding import Piece
+from whale.runtime.compat import run_eagerly
 
 
 def take(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -26,6 +28,17 @@ def take(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
         parts = [tensor.narrow(dim, low, high - low) for low, high in spans]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return tensor
+
+
+def plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that are attributes of modules, alone or in a list, and neither weight nor buffer."""
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            items = value.values() if isinstance(value, dict) else value
+            found = items if isinstance(value, dict | list | tuple) else (value,)
+            yield from (item for item in found if isinstance(item, torch.Tensor))
 
 
 def local_copy(
@@ -53,7 +66,12 @@ def local_copy(
     for name, buffer in model.named_buffers():
         source = fresh[name] if buffer.is_meta and name in fresh else buffer.detach()
         memo[id(buffer)] = source.to(device, copy=True) if not source.is_meta else source
+    for tensor in plain_tensors(model):
+        if tensor.grad_fn is not None:
+            # The last forward's, computed anew by the next; torch does not copy such.
+            memo[id(tensor)] = tensor.detach().clone()
     local = copy.deepcopy(model, memo)
+    run_eagerly(local)
     for module in local.modules():
         if isinstance(module, nn.RNNBase) and not any(p.is_meta for p in module.parameters()):
             module.flatten_parameters()

@@ -21,6 +21,7 @@ def check_plan(plan: Plan) -> Plan:
         f"the plan's strategy is {plan.strategy!r}; allowed: a text",
         "make the plan again: `whale plan --json F`",
     )
+    _check_numbers(plan)
     _check_stages(plan)
     for taskgraph in plan.taskgraphs:
         _check_taskgraph(plan, taskgraph)
@@ -57,7 +58,58 @@ def _require(condition: bool, message: str, hint: str) -> None:
         raise PlanError(message, hint=hint)
 
 
+def _check_numbers(plan: Plan) -> None:
+    """Counts are whole numbers, indices are positions: JSON that was edited may hold anything."""
+    counts = {
+        "num_ranks": plan.num_ranks,
+        "bucket_bytes": plan.bucket_bytes,
+        "num_communicators": plan.num_communicators,
+        "num_micro_batch": plan.num_micro_batch,
+    }
+    for name, count in counts.items():
+        _require(
+            _whole(count) and count >= 1,
+            f"{name} is {count!r}",
+            "allowed: a whole number of at least 1",
+        )
+    _require(
+        len(plan.device_types) == plan.num_ranks,
+        f"the plan lists {len(plan.device_types)} devices for {plan.num_ranks} ranks",
+        "a device for every rank",
+    )
+    for what, items in (("stage", plan.stages), ("TaskGraph", plan.taskgraphs)):
+        _require(
+            [item.index for item in items] == list(range(len(items))),
+            f"the indices of the plan's {what}s are {[item.index for item in items]}",
+            "they count from 0, in order",
+        )
+    devices = [s.virtual_device for s in plan.stages] + [t.virtual_device for t in plan.taskgraphs]
+    for replica in (replica for device in devices for replica in device.replicas):
+        _require(
+            _whole(replica.weight) and all(_whole(rank) for rank in replica.ranks),
+            f"a replica has ranks {replica.ranks} and weight {replica.weight!r}",
+            "ranks and weights are whole numbers",
+        )
+        _require(bool(replica.ranks), "a replica has no ranks", "each replica has a rank or more")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check_stages(plan: Plan) -> None:
+    listed = sorted(t for stage in plan.stages for t in stage.taskgraphs)
+    _require(
+        listed == list(range(len(plan.taskgraphs)))
+        and all(
+            plan.taskgraphs[t].stage == stage.index
+            for stage in plan.stages
+            for t in stage.taskgraphs
+        ),
+        f"the stages list TaskGraphs {[list(s.taskgraphs) for s in plan.stages]}, which say they "
+        f"are in stages {[t.stage for t in plan.taskgraphs]}",
+        "every TaskGraph is in one stage, and both say so",
+    )
     in_schedule = sorted(stage for group in plan.schedule.groups for stage in group)
     _require(
         in_schedule == list(range(len(plan.stages))),
@@ -128,13 +180,18 @@ def _check_split(taskgraph: TaskGraphPlan, split: SplitLayer) -> None:
         row = split.cuts_of(index)
         units = split.params[0][1].units
         _require(
-            len(row) == len(replica.ranks) + 1
+            all(_whole(point) for point in row)
+            and len(row) == len(replica.ranks) + 1
             and row[0] == 0
             and row[-1] == units
             and all(a <= b for a, b in zip(row, row[1:], strict=False)),
             f"{split.path}: cuts {row} for {len(replica.ranks)} shards of {units} {split.unit}",
             "cuts start at 0, never fall, end at the number of units, one more than shards",
         )
+
+
+def _splits(plan: Plan, taskgraph: int) -> tuple[SplitLayer, ...]:
+    return plan.taskgraphs[taskgraph].splits
 
 
 def _check_homes(plan: Plan) -> None:
@@ -144,12 +201,33 @@ def _check_homes(plan: Plan) -> None:
             f"parameter {home.name} lives in stages {home.stages}, the plan has {len(plan.stages)}",
             "every parameter has at least one stage",
         )
+        _require(
+            all(
+                0 <= t < len(plan.taskgraphs)
+                and any(s.path == path and home.name in dict(s.params) for s in _splits(plan, t))
+                for t, path in home.splits
+            ),
+            f"parameter {home.name} is cut by {list(home.splits)}, where the plan has no such "
+            "split of it",
+            "a home names (TaskGraph, module) of splits that cut it",
+        )
         dims = {dict(plan.split_of(t, path).params)[home.name].dim for t, path in home.splits}
         _require(
             len(dims) <= 1,
             f"tied parameter {home.name} is cut along dims {sorted(dims)}",
             "the users of a tied parameter must cut the same dim",
         )
+        held: dict[int, object] = {}
+        for t, path in home.splits:
+            split, device = plan.split_of(t, path), plan.taskgraphs[t].virtual_device
+            sharding = dict(split.params)[home.name]
+            for rank in device.ranks:
+                spans = sharding.spans(*split.units(*device.position(rank)))
+                _require(
+                    held.setdefault(rank, spans) == spans,
+                    f"rank {rank} would hold {held[rank]} and {spans} of {home.name}",
+                    "the users of a tied parameter on one rank must cut it at the same points",
+                )
 
 
 def _check_groups(plan: Plan) -> None:

@@ -366,6 +366,18 @@ class Plan:
             raise PlanError(
                 f"the plan has no key {error}", hint="make the plan again: `whale plan --json F`"
             ) from error
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            IndexError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise PlanError(
+                f"the plan holds a value of a wrong kind: {error}",
+                hint="make the plan again: `whale plan --json F`",
+            ) from error
 
     @classmethod
     def _from_keys(cls, data: Mapping[str, Any]) -> Plan:

@@ -27,7 +27,7 @@ from whale.planner.placement import Placement, feeding, place, stages_of
 from whale.planner.replicas import smaller_micro_batches
 from whale.planner.schedules import canonical_kind, rank_actions
 from whale.planner.shares import Shares
-from whale.planner.splits import choose_splits, make_homes, users_of
+from whale.planner.splits import choose_splits, glue_params, make_homes, users_of
 from whale.sim.simulate import simulate
 
 Scored = tuple[tuple[float, float], int, Candidate, Plan]
@@ -226,7 +226,7 @@ def _built(
                 index=s,
                 taskgraphs=members,
                 virtual_device=placement.stage_devices[s],
-                layers=_stage_layers(
+                layers=stage_layers(
                     graph,
                     stage_of_layer,
                     stage_of_node,
@@ -254,7 +254,7 @@ def _built(
         rejected=(*shares.shortages, *dict.fromkeys(rejected)),
     )
     check_order(plan, graph)
-    plan = replace(plan, groups=_groups_of(plan))
+    plan = replace(plan, groups=groups_of(plan))
     plan = replace(plan, prices=price(plan, graph, costs, shares.binds))
     return predicted(plan)
 
@@ -276,7 +276,7 @@ def predicted(plan: Plan) -> Plan:
     )
 
 
-def _stage_layers(
+def stage_layers(
     graph: ModelGraph,
     stage_of_layer: list[int],
     stage_of_node: tuple[int | None, ...],
@@ -314,9 +314,7 @@ def _splits(
     stage_of_layer: list[int],
     rejected: list[str],
 ) -> dict[int, tuple[SplitLayer, ...]]:
-    glue = {name for node in graph.nodes if node.layer is None for name in node.params}
-    in_layers = {name for layer in graph.layers for name in layer.params}
-    glue |= {p.name for p in graph.parameters if p.name not in in_layers}
+    glue = glue_params(graph)
     found: dict[int, tuple[SplitLayer, ...]] = {}
     for t in graph.taskgraphs:
         if t.kind != "split":
@@ -363,7 +361,7 @@ def _taskgraph_plan(
     )
 
 
-def _groups_of(plan: Plan) -> tuple[Group, ...]:
+def groups_of(plan: Plan) -> tuple[Group, ...]:
     """Every process group of the plan, each once, in an order all ranks agree on."""
     found: dict[tuple[int, ...], str] = {}
     if plan.num_ranks > 1:

@@ -38,6 +38,13 @@ def users_of(
     return users
 
 
+def glue_params(graph: ModelGraph) -> set[str]:
+    """Parameters that glue reads, or that no Layer has: never cut."""
+    in_layers = {name for layer in graph.layers for name in layer.params}
+    glue = {name for node in graph.nodes if node.layer is None for name in node.params}
+    return glue | {p.name for p in graph.parameters if p.name not in in_layers}
+
+
 def choose_splits(
     graph: ModelGraph,
     taskgraph: TaskGraph,
@@ -59,13 +66,13 @@ def choose_splits(
     if width == 1:
         return ()
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
-    options = [o for o in options if o.units >= width and (_has_rows(o) or not bridged)]
+    options = [o for o in options if o.units >= width and (has_rows(o) or not bridged)]
     # The other users of a tied weight (an embedding, most often) cut what are columns here.
     tied = {p.name for p in graph.parameters if p.aliases}
     options = [o for o in options if o.rule != "row" or o.params[0][0] not in tied]
     changed = True
     while changed:
-        kept = [o for o in options if not _read_whole(graph, o, options, stage_layers, glue_params)]
+        kept = [o for o in options if not read_whole(graph, o, options, stage_layers, glue_params)]
         changed = len(kept) != len(options)
         options = kept
     if not options:
@@ -81,7 +88,7 @@ def choose_splits(
     return tuple(_cut(o, device, shares, bridged, rejected) for o in chosen)
 
 
-def _has_rows(option: SplitOption) -> bool:
+def has_rows(option: SplitOption) -> bool:
     """Whether a bridge along rows can go around it: what it reads has rows, in dim 0.
 
     Attention with a second input that has rows (a mask) is left whole: models drop a mask that
@@ -92,13 +99,14 @@ def _has_rows(option: SplitOption) -> bool:
     return dims <= {0, None} and (inputs == 1 if option.rule in AROUND else inputs > 0)
 
 
-def _read_whole(
+def read_whole(
     graph: ModelGraph,
     option: SplitOption,
     options: Sequence[SplitOption],
     stage_layers: Sequence[int],
     glue_params: set[str],
 ) -> bool:
+    """Whether a parameter that an option cuts is read whole in the same stage."""
     for name, sharding in option.params:
         if name in glue_params:
             return True

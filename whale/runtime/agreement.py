@@ -19,7 +19,7 @@ def check_same_weights(model: nn.Module, rank: int, num_ranks: int, device: torc
     if num_ranks == 1 or not named:
         return
     with torch.no_grad():
-        mine = torch.stack([_fingerprint(p) for _, p in named]).to(device)
+        mine = torch.stack([fingerprint(p) for _, p in named]).to(device)
     first = mine.clone()
     dist.broadcast(first, 0)
     scale = first.abs().clamp(min=1e-6)
@@ -37,9 +37,16 @@ def check_same_weights(model: nn.Module, rank: int, num_ranks: int, device: torc
         )
 
 
-def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
-    values = parameter.detach().double().flatten()
-    if not values.numel():
-        return torch.zeros(2, dtype=torch.float64)
+NUMBERS = 3
+"""Of a fingerprint."""
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Three numbers that tell tensors apart: two sums of its values, and how many there are."""
+    values = tensor.detach().flatten()
+    if values.is_complex():
+        values = torch.view_as_real(values).flatten()
+    values = values.double().nan_to_num(nan=3.0, posinf=5.0, neginf=-7.0)
     places = torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64, device=values.device)
-    return torch.stack([values.abs().sum(), (values * places).sum()]).cpu()
+    count = places.new_tensor(float(values.numel()))
+    return torch.stack([values.abs().sum(), (values * places).sum(), count]).cpu()

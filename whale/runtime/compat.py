@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import _symmetric_memory
 from torch.utils.flop_counter import flop_registry
@@ -95,3 +96,30 @@ def symmetric_buffer(nbytes: int, group: dist.ProcessGroup) -> tuple[torch.Tenso
     buffer = _symmetric_memory.empty(nbytes // 4, dtype=torch.float32, device=device)
     handle = _symmetric_memory.rendezvous(buffer, group)
     return buffer.view(torch.uint8), cast(SymmetricBuffer, handle)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(model)` wrapped; any other as it is."""
+    inside = model._modules.get("_orig_mod")
+    return inside if inside is not None and _wraps(model) else model
+
+
+def _wraps(module: nn.Module) -> bool:
+    # By name: importing dynamo takes seconds.
+    return type(module).__name__ == "OptimizedModule"
+
+
+def compiled_parts(model: nn.Module) -> list[str]:
+    """Paths of the modules that torch.compile or Module.compile was called on."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if _wraps(module) or module._compiled_call_impl is not None
+    ]
+
+
+def run_eagerly(model: nn.Module) -> None:
+    """Copies of compiled modules run what was compiled, not the compiled code."""
+    for module in model.modules():
+        if _wraps(module):
+            module.__dict__["forward"] = module._modules["_orig_mod"]

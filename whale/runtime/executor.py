@@ -7,7 +7,7 @@ schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -144,6 +144,11 @@ class Executor:
         No collective in them waits for it.
         """
         self.on_action: Callable[[int, Action], None] | None = None
+        self.before_backward: Callable[[list[torch.Tensor], Iterable[torch.Tensor]], None] | None
+        self.before_backward = None
+        """Sees the roots of every backward, and what other stages sent for it."""
+        self.used: dict[int, bool] = {}
+        """By value that other stages sent, whether a gradient ever came back for it."""
         self.clock = StepClock(plan, rank, device)
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
@@ -297,6 +302,8 @@ class Executor:
             if tensor.requires_grad:
                 roots.append(tensor)
                 seeds.append(grad)
+        if self.before_backward is not None:
+            self.before_backward(roots, flight.received.values())
         if roots:
             begun = self.clock.begin_compute()
             torch.autograd.backward(roots, seeds)
@@ -306,6 +313,7 @@ class Executor:
                 if not self.borders[value].grad:
                     continue
                 tensor = flight.received[value]
+                self.used[value] = self.used.get(value, False) or tensor.grad is not None
                 grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self._local["B", source, micro_batch, stage, value] = grad
 

@@ -128,6 +128,8 @@ class GradientBuckets:
         """Parameters whose gradient is only partly in one bucket, and so has memory of its own."""
         self._finals: dict[tuple[int, frozenset[int]], tuple[str, ...]] = {}
         self.armed: set[str] = set()
+        self.touched: set[str] = set()
+        """Parameters that got a gradient in this step, on this rank."""
         self.next = 0
         self.on_launch: Callable[[int], None] | None = None
         self._hooks = [
@@ -147,6 +149,7 @@ class GradientBuckets:
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def accumulated(_: torch.Tensor) -> None:
+            self.touched.add(name)
             if name in self.armed:
                 self.ready(name)
 
@@ -167,7 +170,13 @@ class GradientBuckets:
             else:
                 param.grad.zero_()
         self.armed.clear()
+        self.touched.clear()
         self.next = 0
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """These had no gradient anywhere: the optimizer must not see one, until the next step."""
+        for name in names:
+            self.params[name].grad = None
 
     def _final(self, stage: int, remaining: frozenset[int]) -> tuple[str, ...]:
         """Parameters whose last gradient comes with the last backward of `stage`."""

@@ -1,12 +1,13 @@
-"""Which optimizers may run on shards: the ones that treat every element by itself.
+"""The optimizer of a rank: made by the user's factory, and refused where it cannot be exact.
 
 Place in the flow: asked by Step when it makes the optimizer. An optimizer that looks at whole
 tensors (norms, rows and columns, matrices) would silently compute something else on a shard, so it
-is refused.
+is refused there; one over other parameters than it was given would train nothing.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,74 @@ from whale.errors import WhaleError
 _ELEMENTWISE = tuple(
     "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta Rprop ASGD SparseAdam".split()
 )
+
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+
+_FACTORY = "pass a factory, such as partial(torch.optim.AdamW, lr=1e-4): every rank makes its own "
+"""Begins the hints below."""
+
+
+def make_optimizer(factory: Any, named: Named) -> torch.optim.Optimizer:
+    """What the factory makes of [(name, parameter), ...], or of the plain parameters.
+
+    Optimizers and factories written for parameters without names fail on pairs.
+    """
+    if isinstance(factory, torch.optim.Optimizer):
+        raise WhaleError(
+            f"`optimizer` is a {type(factory).__name__} over the whole model's parameters",
+            hint=f"{_FACTORY}over the pieces it holds",
+        )
+    try:
+        made = factory(list(named))
+    except Exception as error:
+        try:
+            made = factory([parameter for _, parameter in named])
+        except Exception as second:
+            raise WhaleError(
+                f"`optimizer` failed on [(name, parameter), ...] with {_text(error)}, and on plain "
+                f"parameters with {_text(second)}",
+                hint=f"{_FACTORY}over the parameters it is called with",
+            ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise WhaleError(
+            f"`optimizer` returned {type(made).__name__}, not a torch.optim.Optimizer",
+            hint=f"{_FACTORY}over the [(name, parameter), ...] it is called with",
+        )
+    _check_kind(made)
+    _check_parameters(made, named)
+    return made
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def _check_kind(made: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise WhaleError(
+            f"{type(made).__name__} computes the loss several times in a step (`step(closure)`)",
+            hint="a step is one forward and backward here: use an optimizer such as AdamW or SGD",
+        )
+    if isinstance(made, torch.optim.SparseAdam):
+        raise WhaleError(
+            "SparseAdam wants sparse gradients; here they are summed in dense buckets",
+            hint="use Adam, and SGD or Adagrad for embeddings with sparse=True",
+        )
+
+
+def _check_parameters(made: torch.optim.Optimizer, named: Named) -> None:
+    given = {id(parameter) for _, parameter in named}
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in given:
+                raise WhaleError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that it "
+                    "was not called with, so it would not update the model that trains",
+                    hint="make it over the [(name, parameter), ...] the factory is called with, "
+                    "not over model.parameters()",
+                )
 
 
 def check_elementwise(
@@ -47,7 +116,7 @@ def state_tensors(factory: Callable[[Any], torch.optim.Optimizer]) -> tuple[str,
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.ones_like(parameter)
     try:
-        made = factory([("weight", parameter)])
+        made = make_optimizer(factory, [("weight", parameter)])
         made.step()
     except Exception:  # noqa: BLE001 - a user's factory may want its own names
         return "unknown", 2.0

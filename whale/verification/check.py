@@ -28,11 +28,13 @@ from whale.annotations import TAG, ambient_cluster, tag_of
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.engine.capture import capture
+from whale.engine.face import plainly
 from whale.engine.lower import norms_of_own_rows
 from whale.engine.step import OptimizerFactory
 from whale.errors import PlanError, RankError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.planner.given import check_given
 from whale.runtime import batch as batches
 from whale.verification.fold import MAX_RANKS, check_size, fold, scaled_tags
 from whale.verification.on_rank import Report, run_on_rank
@@ -46,6 +48,7 @@ MAX_PARAMETERS = 50_000_000
 _LOW_PRECISION = ("float32", "bfloat16", "float16")
 
 
+@plainly
 def verify(
     model: nn.Module,
     plan: Plan | None = None,
@@ -162,6 +165,8 @@ def _check(model: nn.Module, batch: Any, steps: int) -> None:
 def _in_float64(model: nn.Module) -> nn.Module:
     """A copy on the CPU, every floating tensor in float64; one on the meta device stays there."""
     double = copy.deepcopy(model).double()
+    if not double.training:
+        double.train()
     if not any(t.is_meta for t in (*double.parameters(), *double.buffers())):
         double = double.cpu()
     return double
@@ -220,9 +225,10 @@ def _adopt(
     loss64: batches.Loss | None,
 ) -> Plan:
     """The user's plan for the float64 copy; a plan for another model is refused."""
-    double = capture(model64, batch64, loss64).graph.hash
+    graph = capture(model64, batch64, loss64).graph
+    double = graph.hash
     if plan.model_hash == double:
-        return plan
+        return check_given(plan, graph)
     own = capture(model, batch, loss).graph.hash
     if plan.model_hash != own:
         raise PlanError(
@@ -233,7 +239,7 @@ def _adopt(
         replace(home, dtype="float64") if home.dtype in _LOW_PRECISION else home
         for home in plan.homes
     )
-    return replace(plan, model_hash=double, homes=homes)
+    return check_given(replace(plan, model_hash=double, homes=homes), graph)
 
 
 def _fold(

@@ -97,7 +97,7 @@ def run_one_device(task: Task) -> Reference:
 
 
 def _train_plainly(task: Task, reference: Reference) -> None:
-    model = _with_values(task).train()
+    model = _with_values(task)
     aliases = aliases_of(model)
     optimizer: torch.optim.Optimizer | None = None
     _write(task, 0, {"aliases": aliases, **_state(model)})

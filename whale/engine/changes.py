@@ -1,0 +1,278 @@
+"""Changes: what a forward leaves behind in a model beside its output.
+
+Buffers, attributes, even weights.
+
+Place in the flow: capture notes the names on fake tensors; `wh.parallelize` asks here whether the
+plan can keep them as one device would. A counter stays the same on every replica. What depends on
+the rows (a moving average, a queue, a renormalised embedding) would go its own way on each, so
+such a model is tried on a few real rows and refused where a stage has several replicas. Batch norms
+and `wh.nn.MoE` have exact ways of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.engine.weights import plain_tensors
+from whale.errors import PlanError
+from whale.ir.model_graph import assign_stages
+from whale.ir.plan import Plan
+from whale.nn.moe.layer import MoE
+from whale.runtime import batch as batches
+from whale.runtime.compat import run_eagerly
+
+_OWN = frozenset(nn.Module().__dict__) | {"forward"}
+"""What every module has: not the user's."""
+
+LOSS = "loss"
+"""Stands before the names of a loss that is a module."""
+
+_DEPTH = 4
+_NORM = nn.modules.batchnorm._BatchNorm
+
+
+def state_of(model: nn.Module, loss: Any = None, *, values: bool) -> dict[str, Any]:
+    """Every parameter, buffer and attribute by name, as something that can be compared.
+
+    With `values` tensors are compared by their bytes, else by who they are and how often they
+    were written.
+    """
+    found: dict[str, Any] = {}
+    modules = [*model.named_modules()]
+    if isinstance(loss, nn.Module):
+        modules += loss.named_modules(prefix=LOSS)
+    for path, module in modules:
+        prefix = f"{path}." if path else ""
+        own = {k: v for k, v in module.__dict__.items() if k not in _OWN and "_whale" not in k}
+        for name, value in {**own, **module._parameters, **module._buffers}.items():
+            found[f"{prefix}{name}"] = _token(value, values, _DEPTH)
+    return found
+
+
+def _token(value: Any, values: bool, depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not values or value.is_meta:
+            return id(value), value._version
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        return tuple(value.shape), value.dtype, zlib.crc32(data.tobytes())
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if isinstance(value, nn.Module) or depth == 0:
+        return type(value)
+    if isinstance(value, Mapping):
+        return [(repr(k), _token(v, values, depth - 1)) for k, v in value.items()]
+    if isinstance(value, Sequence):
+        return [_token(item, values, depth - 1) for item in value]
+    if isinstance(value, Iterable) and hasattr(value, "__len__"):  # a set, a deque
+        return sorted(repr(_token(item, values, depth - 1)) for item in value)
+    inside = getattr(value, "__dict__", None)
+    if isinstance(inside, dict) and not callable(value):
+        return [(k, _token(v, values, depth - 1)) for k, v in inside.items()]
+    return type(value)
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
+    """Names whose state is not what it was, new and lost ones too."""
+    names = before.keys() | after.keys()
+    return frozenset(n for n in names if before.get(n, _token) != after.get(n, _token))
+
+
+def exact_buffers(model: nn.Module) -> frozenset[str]:
+    """Buffers of modules whose replicas meet: all see the same statistics."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        forward = type(module).forward
+        if (isinstance(module, _NORM) and forward is _NORM.forward) or isinstance(
+            module, nn.SyncBatchNorm
+        ):
+            names: Iterable[str] = ("running_mean", "running_var", "num_batches_tracked")
+        elif isinstance(module, MoE) and forward is MoE.forward:
+            names = module._buffers
+        else:
+            continue
+        found.update(f"{path}.{name}" if path else name for name in names)
+    return frozenset(found)
+
+
+def spare(model: nn.Module, changes: frozenset[str] | None) -> nn.Module:
+    """A copy to try things on. Weights are shared, but for those that a forward writes to."""
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if changes is not None and name not in changes:
+            memo[id(parameter)] = parameter
+    for tensor in plain_tensors(model):
+        if tensor.grad_fn is not None:
+            memo[id(tensor)] = tensor.detach().clone()
+    made = copy.deepcopy(model, memo)
+    run_eagerly(made)
+    return made
+
+
+def spare_loss(loss: Any) -> Any:
+    """A copy of a loss that is a module; its tensors are shared, its attributes its own."""
+    if not isinstance(loss, nn.Module):
+        return loss
+    return copy.deepcopy(loss, {id(t): t for t in (*loss.parameters(), *loss.buffers())})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What a training forward changes, without what is exact anyway.
+
+    Attributes:
+        names: All of it.
+        by_rows: Those that depend on which rows a replica has, and matter.
+        tried: Whether this was tried on real rows; if not, the steps must tell.
+    """
+
+    names: frozenset[str]
+    by_rows: tuple[str, ...]
+    tried: bool
+
+
+def find_changes(model: nn.Module, batch: Any, loss: Any, seen: frozenset[str] | None) -> Changes:
+    """Tries a few rows on copies of the model, if the capture saw changes or could not look."""
+    exact = exact_buffers(model)
+    if seen is not None and not seen - exact:
+        return Changes(names=frozenset(), by_rows=(), tried=True)
+    rows = min(7, batches.num_rows(batch))
+    tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
+    untried = Changes(names=(seen or frozenset()) - exact, by_rows=(), tried=False)
+    if rows < 2 or any(tensor.is_meta for tensor in tensors):
+        return untried
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    few = batches.spread_rows(batch, rows, device)
+    cut = 2 if rows >= 4 else 1
+    first, second = batches.take_rows(few, 0, cut), batches.take_rows(few, cut, rows)
+    before = state_of(model, loss, values=True)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            one, _ = _run(model, loss, seen, exact, (first,))
+            two, alone = _run(model, loss, seen, exact, (second,))
+            both, after = _run(model, loss, seen, exact, (first, second))
+        except Exception:  # noqa: BLE001 - a forward that wants more rows, say: the steps will tell
+            return untried
+    names = (changed(before, one) | changed(before, two)) - exact
+    by_rows = {name for name in names if one.get(name) != two.get(name)}
+    kept = set(_kept(model, loss))
+    # An attribute that the next forward only overwrites (the last attention, say) is nobody's.
+    carried = by_rows if alone != after else {n for n in by_rows if n in kept}
+    return Changes(names=names, by_rows=tuple(sorted(carried)), tried=True)
+
+
+def _kept(model: nn.Module, loss: Any) -> Iterator[str]:
+    """Names of what a state dict has: whoever reads them, they must be right."""
+    yield from model.state_dict()
+    if isinstance(loss, nn.Module):
+        yield from (f"{LOSS}.{name}" for name in loss.state_dict())
+
+
+def _run(
+    model: nn.Module, loss: Any, seen: frozenset[str] | None, exact: frozenset[str], parts: Any
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The state after some forwards, and what the last rows' loss is, in training and after it."""
+    tried = spare(model, seen)
+    judge = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
+    fixed = {name: tensor.clone() for name, tensor in tried.named_buffers() if name in exact}
+    losses = []
+    for part in parts:
+        torch.manual_seed(0)
+        losses = [_loss(tried, judge, part)]
+        with torch.no_grad():
+            for name, tensor in tried.named_buffers():
+                if name in fixed:
+                    tensor.copy_(fixed[name])
+    state = state_of(tried, judge, values=True)
+    tried.eval()
+    torch.manual_seed(0)
+    return state, (losses[-1], _loss(tried, judge, parts[-1]))
+
+
+def _loss(model: nn.Module, loss: Any, part: Any) -> Any:
+    return _token(batches.call_model(model, loss, part)["loss"], True, 1)
+
+
+def refuse_by_rows(plan: Plan, changes: Changes) -> None:
+    """Several replicas cannot each keep their own version of what one device has once."""
+    for home in plan.homes:
+        if home.splits and home.name in changes.names:
+            raise PlanError(
+                f"{home.name} is changed by the forward, and the plan splits it: a rank would "
+                "change its part as if it were the whole",
+                hint="leave its module out of `split`, or change it after the step",
+            )
+    for name in changes.by_rows:
+        for stage in stages_running(plan, name.rpartition(".")[0]):
+            device = plan.stages[stage].virtual_device
+            replicas = sum(weight > 0 for weight in device.weights)
+            if replicas > 1:
+                raise PlanError(
+                    f"{name} is changed by the forward, by the rows it sees, and stage {stage} has "
+                    f"{replicas} replicas, each with rows of its own: they would differ",
+                    hint="exact over replicas are batch norms and wh.nn.MoE; give this stage one "
+                    "replica, or compute it from values that are the same for all rows",
+                )
+
+
+def refuse_across_stages(plan: Plan, model: nn.Module, captured: Any) -> None:
+    """With several stages, what a forward changes must belong to a Layer of one of them."""
+    if len(plan.stages) == 1 or captured.program is None:
+        return
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+    by_path = {path: every for every in paths.values() for path in every}
+    readers = _readers(plan, captured)
+    for name in sorted(captured.changes or ()):
+        owner, _, leaf = name.rpartition(".")
+        stages: set[int] = set()
+        glue = owner not in by_path
+        for path in by_path.get(owner, ()):
+            stages.update(stages_running(plan, path, glue=False))
+            stages.update(readers.get(f"{path}.{leaf}" if path else leaf, ()))
+            glue |= not _layers_of(plan, path)
+        if glue or len(stages) > 1:
+            what = "between Layers" if glue else f"and used in stages {sorted(stages)}"
+            raise PlanError(
+                f"{name} is changed by the forward, {what}: {len(plan.stages)} stages would not "
+                "see it as one device does",
+                hint="change and read it inside one annotated module, or use one stage",
+            )
+
+
+def _readers(plan: Plan, captured: Any) -> dict[str, set[int]]:
+    """The stages whose glue reads a tensor of the model, by its name."""
+    stage_of = {path: t.stage for t in plan.taskgraphs for path in t.layers}
+    layers = [stage_of[layer.path] for layer in captured.graph.layers]
+    stages, _ = assign_stages(captured.graph.nodes, layers)
+    found: dict[str, set[int]] = {}
+    for op, stage in zip(captured.program.ops, stages, strict=True):
+        for name in op.state:
+            found.setdefault(name, set()).add(-1 if stage is None else stage)
+    return found
+
+
+def _layers_of(plan: Plan, path: str) -> list[str]:
+    layers = {layer for t in plan.taskgraphs for layer in t.layers}
+    return [x for x in layers if x == "" or path == x or path.startswith(f"{x}.")]
+
+
+def stages_running(plan: Plan, path: str, *, glue: bool = True) -> set[int]:
+    """The stages that run a module; of one in the glue or the loss, with `glue`, all."""
+    layers = set(_layers_of(plan, path))
+    found = {s.index for s in plan.stages if any(layer.path in layers for layer in s.layers)}
+    return found or ({s.index for s in plan.stages} if glue else set())
+
+
+def stages_of_changes(plan: Plan, changes: Changes) -> frozenset[int]:
+    """Stages that a replica without rows must run too: its counters go with the others'."""
+    names = {name.rpartition(".")[0] for name in changes.names}
+    return frozenset(stage for path in names for stage in stages_running(plan, path))

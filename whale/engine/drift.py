@@ -1,0 +1,100 @@
+"""Drift: what several ranks hold of one tensor must stay one tensor. Looked at while training.
+
+Place in the flow: asked by Step after its first steps and then ever more rarely (1, 2, 4, 8, ...).
+Capture and the trial at build time see most of what a forward changes (`engine.changes`); code
+that they could not run, or that writes around torch (`buffer.data`), shows only here. A difference
+is an error that names the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whale.engine.changes import Changes, stages_running
+from whale.engine.lower import Lowered
+from whale.errors import RankError
+from whale.ir.plan import Plan
+from whale.runtime.agreement import NUMBERS, fingerprint
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.complex128: 1e-9}
+
+
+class Drift:
+    """Compares buffers, and weights that forwards write to, over the ranks that run them.
+
+    Args:
+        model: The user's own.
+        plan: Who runs what.
+        lowered: This rank's copy.
+        rank: This one.
+        changes: What is known of what forwards change.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, lowered: Lowered, rank: int, changes: Changes
+    ) -> None:
+        self.plan, self.lowered, self.rank = plan, lowered, rank
+        whole = {home.name for home in plan.homes if not home.splits}
+        names = [n for n, _ in model.named_parameters() if n in changes.names and n in whole]
+        kept = set(model.state_dict())
+        buffers = [n for n, _ in model.named_buffers() if n in kept or not changes.tried]
+        own = {id(norm.module) for norm in lowered.own_norms}
+        apart = {path for path, module in lowered.model.named_modules() if id(module) in own}
+        names += [n for n in buffers if n.rpartition(".")[0] not in apart]
+        self.ranks = {name: self._holders(name) for name in names}
+        self.ranks = {name: ranks for name, ranks in self.ranks.items() if len(ranks) > 1}
+
+    def _holders(self, name: str) -> tuple[int, ...]:
+        stages = stages_running(self.plan, name.rpartition(".")[0])
+        return tuple(sorted({r for s in stages for r in self.plan.stages[s].virtual_device.ranks}))
+
+    def check(self, num_steps: int) -> None:
+        """After step `num_steps`, where it is time; all ranks call it."""
+        if not self.ranks or num_steps & (num_steps - 1):
+            return
+        mine = self._tensors()
+        table = torch.full((len(self.ranks), NUMBERS), torch.nan, dtype=torch.float64)
+        for row, (name, ranks) in enumerate(self.ranks.items()):
+            if self.rank in ranks and name in mine:
+                table[row] = fingerprint(mine[name])
+        tables = [torch.empty_like(table, device=self.lowered.device) for _ in self._world()]
+        dist.all_gather(tables, table.to(self.lowered.device))
+        every = torch.stack(tables).cpu()
+        for row, (name, ranks) in enumerate(self.ranks.items()):
+            dtype = mine[name].dtype if name in mine else torch.float32
+            different = _different(every[list(ranks), row], dtype)
+            if different:
+                raise RankError(
+                    f"{name} is no longer the same on ranks {list(ranks)} after step {num_steps} "
+                    f"({ranks[0]} and {ranks[different]} differ): the forward changes it by the "
+                    "rows that a rank has",
+                    hint="exact over replicas are batch norms and wh.nn.MoE; give its stage one "
+                    "replica, or compute it from values that are the same for all rows",
+                )
+
+    def _world(self) -> Iterable[int]:
+        return range(self.plan.num_ranks)
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        model = self.lowered.model
+        return {**self.lowered.params, **dict(_buffers(model))}
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if not buffer.is_meta:
+            yield name, buffer
+
+
+def _different(rows: torch.Tensor, dtype: torch.dtype) -> int:
+    """The first row that is not like row 0; 0: all are alike."""
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    tolerance = 0.0 if exact else _TOLERANCE.get(dtype, 1e-5 if dtype.itemsize >= 4 else 1e-2)
+    scale = rows[0].abs().clamp(min=1e-12)
+    # A NaN is a rank that has none of it.
+    off = ((rows - rows[0]).abs() > tolerance * scale).any(1)
+    return int(off.nonzero()[0]) if off.any() else 0

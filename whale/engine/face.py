@@ -1,0 +1,288 @@
+"""Face: while a Step is open, the user's module stands for what the Step trains.
+
+Place in the flow: put on by Step, taken off by `Step.close`. What trains is this rank's copy; the
+user's own tensors stay as they were, so that the same model can be parallelized again. But the
+module is what a script holds, so its methods are answered by the Step:
+
+| the user calls | what happens |
+|---|---|
+| `model.state_dict()` | `step.state_dict()`: all ranks call it |
+| `model.load_state_dict(d)` | `step.load_state_dict(d)`: all ranks call it |
+| `model(x)` | the trained weights, without gradients, where all of it is here; else an error |
+| `model.train()`, `model.eval()`, of any part | taken over by the next step |
+| `model.parameters()` | the user's own; said once that they are not those that train |
+| `requires_grad_`, `half()`, writing to a tensor | an error at the next step |
+
+All parts of the model have faces of their own. They are attributes of the instances, which `copy`
+and `pickle` turn back into the plain methods.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import types
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+
+from whale.errors import WhaleError
+from whale.runtime.compat import uncompiled
+
+_LOG = logging.getLogger("whale")
+_METHODS = ("forward", "state_dict", "load_state_dict", "named_parameters")
+
+
+class Trained(Protocol):
+    """What a face asks of its Step."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Of the whole model."""
+        ...
+
+    def load_into(self, path: str, state: Any, strict: bool) -> Any:
+        """A state dict of the part at `path`."""
+        ...
+
+    def runnable(self, path: str) -> nn.Module:
+        """The trained part at `path`, where it can be called here; else an error."""
+        ...
+
+
+class _Method:
+    """One method of one module, answered by the Step."""
+
+    def __init__(self, face: Face, module: nn.Module, path: str, name: str) -> None:
+        self.face, self.module, self.path, self.name = face, module, path, name
+        self.before = module.__dict__.get(name)
+        functools.update_wrapper(self, self.plain())
+
+    def plain(self) -> Any:
+        """The method as it is without a face."""
+        if self.before is not None:
+            return self.before
+        return types.MethodType(getattr(type(self.module), self.name), self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _answers[-1](self, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.face.say_copied()
+        if self.before is not None:
+            return copy.deepcopy(self.before, memo)
+        made = memo.get(id(self.module), self.module)
+        return types.MethodType(getattr(type(made), self.name), made)
+
+    def __reduce__(self) -> Any:
+        self.face.say_copied()
+        return getattr, (self.module, self.name)
+
+    def _forward(self, step: Trained, *args: Any, **kwargs: Any) -> Any:
+        module = step.runnable(self.path)
+        with torch.no_grad():
+            # Its own call: hooks of the user's module run around this one already.
+            return module.forward(*args, **kwargs)
+
+    def _state_dict(
+        self,
+        step: Trained,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> Any:
+        found = OrderedDict() if destination is None else destination
+        inside = f"{self.path}." if self.path else ""
+        for key, tensor in step.state_dict().items():
+            if key.startswith(inside):
+                found[f"{prefix}{key[len(inside) :]}"] = tensor
+        return found
+
+    def _load_state_dict(
+        self, step: Trained, state_dict: Any, strict: bool = True, assign: bool = False
+    ) -> Any:
+        return step.load_into(self.path, state_dict, strict)
+
+    def _named_parameters(self, step: Trained, *args: Any, **kwargs: Any) -> Any:
+        self.face.say_own()
+        return self.plain()(*args, **kwargs)
+
+
+def _answer(method: _Method, args: Any, kwargs: Any) -> Any:
+    step = method.face.step()
+    if step is None:
+        return method.plain()(*args, **kwargs)
+    return getattr(method, f"_{method.name}")(step, *args, **kwargs)
+
+
+_answers: list[Callable[[_Method, Any, Any], Any]] = [_answer]
+"""The last one is called: dynamo must not look into it once something is compiled."""
+
+
+def hide_from_compiler() -> None:
+    """After `torch.compile`: dynamo is loaded, and would follow a call into the step."""
+    if len(_answers) == 1:
+        _answers.append(torch.compiler.disable(_answer))
+
+
+class Face:
+    """The faces of a model and its parts, and what of the model the next step must follow."""
+
+    def __init__(self, model: nn.Module, local: nn.Module, step: Trained) -> None:
+        self.model = model
+        self._step: weakref.ref[Trained] | None = weakref.ref(step)
+        self._said: set[str] = set()
+        parts = dict(local.named_modules(remove_duplicate=False))
+        modules = list(model.named_modules())
+        self.pairs = [(module, parts[path]) for path, module in modules]
+        self.tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.note()
+        self.methods = [
+            _Method(self, module, path, name) for path, module in modules for name in _METHODS
+        ]
+        _put_on(self.methods)
+
+    def step(self) -> Trained | None:
+        """The open Step."""
+        return self._step() if self._step is not None else None
+
+    def take_off(self) -> None:
+        """The model is the user's alone again."""
+        self._step = None
+        _take_off(self.methods)
+        self.methods.clear()
+        self.pairs.clear()
+        self.tensors.clear()
+
+    def note(self) -> None:
+        """What the user's tensors look like now."""
+        self._looks = [_looks(tensor) for _, tensor in self.tensors]
+
+    def follow(self) -> bool:
+        """Takes over the user's flags; whether any was new. Refuses what a step cannot follow."""
+        changed = False
+        for user, local in self.pairs:
+            if local.training is not user.training:
+                local.training = user.training
+                changed = True
+        for (name, tensor), look in zip(self.tensors, self._looks, strict=True):
+            if _looks(tensor) != look:
+                raise _changed(name, look, _looks(tensor))
+        return changed
+
+    def say_mode(self) -> None:
+        """A step begins."""
+        if not self.model.training:
+            self._say(
+                "eval",
+                "the model is in eval mode, and so it trains: no dropout, batch norms as they are; "
+                "call model.train() for training",
+            )
+
+    def flags(self) -> tuple[bool, ...]:
+        """The user's `training` flags."""
+        return tuple(user.training for user, _ in self.pairs)
+
+    def say_own(self) -> None:
+        """Someone reads the user's parameters."""
+        self._say(
+            "own",
+            "model.parameters() are the user's own tensors, not those that train: an optimizer or "
+            "a clip_grad_norm_ over them does nothing; the optimizer is step.optimizer, clipping "
+            "is Config optimizer.max_grad_norm, trained values are in step.state_dict()",
+        )
+
+    def say_copied(self) -> None:
+        """Someone copies or pickles the user's module."""
+        self._say(
+            "copied",
+            "a copy of the model has the weights from before training: call step.write_back() "
+            "first, or load step.state_dict() into the copy",
+        )
+
+    def _say(self, key: str, text: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            _LOG.warning("%s", text)
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.requires_grad, tensor.dtype, tensor._version
+
+
+def _changed(name: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> WhaleError:
+    if before[0] != now[0]:
+        return WhaleError(
+            f"{name} has requires_grad={now[0]} now, {before[0]} when the model was parallelized",
+            hint="freeze parameters before wh.parallelize, or step.save, step.close and "
+            "parallelize again",
+        )
+    if before[1] != now[1]:
+        return WhaleError(
+            f"{name} is {now[1]} now, {before[1]} when the model was parallelized",
+            hint="convert the model before wh.parallelize, or train under torch.autocast",
+        )
+    return WhaleError(
+        f"{name} of the user's model was written to while a step is open, which trains a copy",
+        hint="load values with model.load_state_dict or step.load, or change the model before "
+        "wh.parallelize",
+    )
+
+
+def _put_on(methods: list[_Method]) -> None:
+    for method in methods:
+        method.module.__dict__[method.name] = method
+
+
+def _take_off(methods: list[_Method]) -> None:
+    for method in methods:
+        if method.module.__dict__.get(method.name) is method:
+            if method.before is None:
+                del method.module.__dict__[method.name]
+            else:
+                method.module.__dict__[method.name] = method.before
+
+
+@contextmanager
+def bare(model: nn.Module) -> Iterator[None]:
+    """The model without any face, for code of ours that reads or copies it."""
+    found = [
+        method
+        for module in model.modules()
+        for name in _METHODS
+        if isinstance(method := module.__dict__.get(name), _Method)
+    ]
+    _take_off(found)
+    try:
+        yield
+    finally:
+        # One that was put on meanwhile stays.
+        _put_on([m for m in found if not isinstance(m.module.__dict__.get(m.name), _Method)])
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def plainly(function: Function) -> Function:
+    """Calls a function of a model with the plain module: no face, not what torch.compile made."""
+
+    @functools.wraps(function)
+    def called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inside = uncompiled(model)
+        if inside is not model:
+            hide_from_compiler()
+            warnings.warn(
+                f"{type(inside).__name__} is compiled: Whale runs its own code instead, with the "
+                "same result",
+                stacklevel=2,
+            )
+        with bare(inside):
+            return function(inside, *args, **kwargs)
+
+    return cast(Function, called)
