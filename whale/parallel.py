@@ -22,6 +22,7 @@ from whale.annotations import ClusterLayout, ambient_cluster, discover
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.cost.compute import Training
+from whale.engine.backwards import check_backwards
 from whale.engine.capture import Captured, capture
 from whale.engine.lower import lower
 from whale.engine.parts import check_parts
@@ -131,6 +132,7 @@ def parallelize(
     if settings.check_parts:
         check_balance(model, plan)
         check_parts(model, batch, loss)
+    check_backwards(model, batch, loss)
     names = frozenset(outputs or ())
     lowered = lower(
         model,

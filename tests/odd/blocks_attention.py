@@ -35,9 +35,7 @@ class Attention(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         n = self.norm(h)
         q, k, v = (_heads(m(n), self.heads) for m in (self.q, self.k, self.v))
-        return h + self.out(
-            _joined(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal))
-        )
+        return h + self.out(_joined(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))
 
 
 @block("attention-fused", easy=True)
@@ -93,9 +91,7 @@ class Grouped(nn.Module):
         if self.way == "repeat":
             k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         elif self.way == "expand":
-            k, v = (
-                x[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for x in (k, v)
-            )
+            k, v = (x[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.way == "enable_gqa")
         return h + self.out(_joined(out))
 

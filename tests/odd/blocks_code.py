@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import whale as wh
 from tests.odd.vocabulary import block
 
 
@@ -183,8 +184,26 @@ class OddOps(Pair):
     def __init__(self, pick: random.Random, dim: int) -> None:
         super().__init__(pick, dim)
         self.way = pick.choice(
-            ("softmax", "cumsum", "sort", "roll", "topk", "flip", "glu", "norm", "amax", "prod",
-             "layer_norm", "einsum", "where", "gather", "std", "outer", "pad", "unfold")
+            (
+                "softmax",
+                "cumsum",
+                "sort",
+                "roll",
+                "topk",
+                "flip",
+                "glu",
+                "norm",
+                "amax",
+                "prod",
+                "layer_norm",
+                "einsum",
+                "where",
+                "gather",
+                "std",
+                "outer",
+                "pad",
+                "unfold",
+            )
         )
 
     def act(self, x: Tensor) -> Tensor:  # noqa: C901 - one line for each way
@@ -278,6 +297,17 @@ class Branches(Pair):
         return h
 
 
+class Channels(nn.Module):
+    """BatchNorm over the last dim."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(dim)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.norm(h.transpose(1, 2)).transpose(1, 2)
+
+
 @block("double-backward")
 class Energy(nn.Module):
     """The gradient of an energy with respect to the states, inside forward."""
@@ -285,12 +315,25 @@ class Energy(nn.Module):
     def __init__(self, pick: random.Random, dim: int) -> None:
         super().__init__()
         self.up = nn.Linear(dim, 10)
+        self.second = pick.random() < 0.6
+        self.inner: nn.Module = nn.Identity()
+        way = pick.choice(("plain", "norm", "experts", "attention", "pair"))
+        if way == "norm":
+            self.inner = Channels(dim)
+        elif way == "experts":
+            self.inner = wh.nn.MoE(dim, 8, 4, top_k=2, balance="none")
+        elif way == "attention":
+            self.inner = nn.TransformerEncoderLayer(dim, 2, 16, dropout=0.0, batch_first=True)
+        elif way == "pair":
+            self.inner = nn.Sequential(nn.Linear(dim, 18), nn.Tanh(), nn.Linear(18, dim))
 
     def forward(self, h: Tensor) -> Tensor:
         with torch.enable_grad():
             x = h if h.requires_grad else h.detach().requires_grad_()
-            energy = F.softplus(self.up(x)).sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+            energy = F.softplus(self.up(self.inner(x))).sum()
+            (force,) = torch.autograd.grad(
+                energy, x, create_graph=self.second and self.training, retain_graph=True
+            )
         return h - 0.5 * force
 
 
@@ -431,8 +474,22 @@ class Noise(Pair):
     def __init__(self, pick: random.Random, dim: int) -> None:
         super().__init__(pick, dim)
         self.way = pick.choice(
-            ("randn", "randn_like", "rand_like", "uniform_", "bernoulli_", "normal_", "bernoulli",
-             "drop-path", "gumbel", "rrelu", "randint", "randperm", "multinomial", "distribution")
+            (
+                "randn",
+                "randn_like",
+                "rand_like",
+                "uniform_",
+                "bernoulli_",
+                "normal_",
+                "bernoulli",
+                "drop-path",
+                "gumbel",
+                "rrelu",
+                "randint",
+                "randperm",
+                "multinomial",
+                "distribution",
+            )
         )
 
     def act(self, x: Tensor) -> Tensor:  # noqa: C901 - one line for each way

@@ -36,9 +36,7 @@ class PostNorm(nn.Module):
 
     def __init__(self, pick: random.Random, dim: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(dim, 18), pick.choice(ACTIVATIONS)(), nn.Linear(18, dim)
-        )
+        self.net = nn.Sequential(nn.Linear(dim, 18), pick.choice(ACTIVATIONS)(), nn.Linear(18, dim))
         self.norm = nn.LayerNorm(dim, elementwise_affine=pick.random() < 0.5)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -221,8 +219,9 @@ class Recurrent(nn.Module):
     def __init__(self, pick: random.Random, dim: int) -> None:
         super().__init__()
         self.first = pick.random() < 0.5
-        self.rnn = pick.choice((nn.LSTM, nn.GRU, nn.RNN))(dim, dim // 2, batch_first=self.first,
-                                                         bidirectional=True)
+        self.rnn = pick.choice((nn.LSTM, nn.GRU, nn.RNN))(
+            dim, dim // 2, batch_first=self.first, bidirectional=True
+        )
 
     def forward(self, h: Tensor) -> Tensor:
         if self.first:

@@ -91,8 +91,9 @@ class Buffers(Projected):
 
     def __init__(self, pick: random.Random, dim: int) -> None:
         super().__init__(pick, dim)
-        self.register_buffer("minus", torch.full((dim,), float("-inf")).masked_fill(
-            torch.arange(dim) < 9, 0.0))
+        self.register_buffer(
+            "minus", torch.full((dim,), float("-inf")).masked_fill(torch.arange(dim) < 9, 0.0)
+        )
         self.register_buffer("keep", torch.arange(dim) % 3 > 0)
         self.register_buffer("turn", torch.polar(torch.ones(dim), torch.linspace(0, 1, dim)))
         self.register_buffer("order", torch.randperm(dim), persistent=False)

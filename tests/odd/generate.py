@@ -48,9 +48,7 @@ def generate(seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Spec:
         stem=pick.choice(STEMS),
         blocks=blocks,
         choices=tuple(pick.randrange(10**6) for _ in blocks),
-        glue=tuple(
-            pick.choice(names) if pick.random() < 0.25 else "" for _ in blocks
-        ),
+        glue=tuple(pick.choice(names) if pick.random() < 0.25 else "" for _ in blocks),
         head=pick.choice(HEADS),
         loss=loss,
         inside=inside,

@@ -279,7 +279,11 @@ def _few(tensor: Tensor) -> str:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(
-        a.nan_to_num(7.0) if a.is_floating_point() else a,
-        b.nan_to_num(7.0) if b.is_floating_point() else b,
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(
+            a.nan_to_num(7.0) if a.is_floating_point() else a,
+            b.nan_to_num(7.0) if b.is_floating_point() else b,
+        )
     )

@@ -161,12 +161,17 @@ LOSSES: dict[str, LossWord] = {
     ),
     "tokens-log-softmax": _word(
         lambda out, y: F.nll_loss(out.log_softmax(-1).flatten(0, 1), y.flatten()),
-        "tokens", "labels", _valid, easy=True,
+        "tokens",
+        "labels",
+        _valid,
+        easy=True,
     ),
     "tokens-by-hand": _word(_valid_by_hand, "tokens", "labels", _valid, _rows),
     "tokens-gathered": _word(
         lambda out, y: (out.logsumexp(-1) - out.gather(-1, y[..., None])[..., 0]).mean(),
-        "tokens", "full", easy=True,
+        "tokens",
+        "full",
+        easy=True,
     ),
     "tokens-hooked": _word(_hooked, "tokens", "full"),
     "tokens-loop": _word(_chunked, "tokens", "full"),
@@ -177,7 +182,9 @@ LOSSES: dict[str, LossWord] = {
     "classes": _word(F.cross_entropy, "classes", "classes", easy=True),
     "classes-weighted": _word(
         lambda out, y: F.cross_entropy(out, y, weight=CLASS_WEIGHTS.to(out.dtype)),
-        "classes", "classes", _weighed,
+        "classes",
+        "classes",
+        _weighed,
     ),
     "classes-smoothed": _word(
         lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1), "classes", "classes", easy=True
@@ -186,11 +193,14 @@ LOSSES: dict[str, LossWord] = {
         lambda out, y: F.cross_entropy(
             out, y, weight=CLASS_WEIGHTS.to(out.dtype), label_smoothing=0.1
         ),
-        "classes", "classes", _weighed,
+        "classes",
+        "classes",
+        _weighed,
     ),
     "classes-soft": _word(
         lambda out, y: F.cross_entropy(out, F.one_hot(y, CLASSES).to(out.dtype) * 0.8 + 0.2 / 7),
-        "classes", "classes",
+        "classes",
+        "classes",
     ),
     "classes-module": _word(torch.nn.CrossEntropyLoss(), "classes", "classes", easy=True),
     "classes-own": _word(OwnCrossEntropy.apply, "classes", "classes"),
@@ -202,11 +212,13 @@ LOSSES: dict[str, LossWord] = {
         lambda out, y: F.binary_cross_entropy_with_logits(
             out, F.one_hot(y, CLASSES).to(out.dtype), pos_weight=CLASS_WEIGHTS.to(out.dtype)
         ),
-        "classes", "classes",
+        "classes",
+        "classes",
     ),
     "classes-multilabel": _word(
         lambda out, y: F.multilabel_soft_margin_loss(out, F.one_hot(y, CLASSES).to(out.dtype)),
-        "classes", "classes",
+        "classes",
+        "classes",
     ),
     "classes-decayed": _word(_decayed, "classes", "classes", needs="model"),
     "contrastive": _word(_contrastive, "classes", "classes", mixes=True),
@@ -248,7 +260,8 @@ LOSSES: dict[str, LossWord] = {
     ),
     "values-stack": _word(
         lambda out, y: torch.stack([F.mse_loss(out, y), F.l1_loss(out, y)]).sum(),
-        "values", "values",
+        "values",
+        "values",
     ),
     "values-weight": _word(
         lambda out, y: F.mse_loss(out, y, weight=(y > 0).to(y.dtype) + 0.5), "values", "values"
@@ -257,14 +270,17 @@ LOSSES: dict[str, LossWord] = {
         lambda out, y: F.mse_loss(out, y) + 0.1 * out.var(), "values", "values", mixes=True
     ),
     "values-normed": _word(
-        lambda out, y: F.mse_loss(out, y) / F.mse_loss(out, y).detach(), "values", "values",
+        lambda out, y: F.mse_loss(out, y) / F.mse_loss(out, y).detach(),
+        "values",
+        "values",
         mixes=True,
     ),
     "values-median": _word(
         lambda out, y: (out - y).abs().flatten().median(), "values", "values", mixes=True
     ),
-    "values-none": _word(lambda out, y: out.pow(2).mean() + (out - 1).abs().mean(),
-                         "values", "values"),
+    "values-none": _word(
+        lambda out, y: out.pow(2).mean() + (out - 1).abs().mean(), "values", "values"
+    ),
 }
 
 SIZES = {"tokens": VOCAB, "classes": CLASSES, "values": 3}

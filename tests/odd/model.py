@@ -22,7 +22,17 @@ from tests.odd.losses import LOSSES, SIZES, call
 from tests.odd.spec import Spec
 from tests.odd.vocabulary import BLOCKS, DIM, VOCAB
 
-SKELETONS = ("list", "named", "dict", "sequential", "wrapped", "object", "shared", "skips", "nested")
+SKELETONS = (
+    "list",
+    "named",
+    "dict",
+    "sequential",
+    "wrapped",
+    "object",
+    "shared",
+    "skips",
+    "nested",
+)
 STEMS = ("ids", "ids-padding", "ids-scaled", "features", "features-conv")
 HEADS = ("linear", "normed", "deep", "tied", "tied-function", "no-bias")
 

@@ -33,8 +33,19 @@ def smaller(spec: Spec) -> Iterator[Spec]:
         if name:
             yield spec.but(glue=(*spec.glue[:index], "", *spec.glue[index + 1 :]))
     for key in (
-        "speeds", "max_norm", "concat", "autocast", "head", "stem", "optimizer", "skeleton",
-        "rows", "eval_rows", "eval_length", "length", "evaluate_at",
+        "speeds",
+        "max_norm",
+        "concat",
+        "autocast",
+        "head",
+        "stem",
+        "optimizer",
+        "skeleton",
+        "rows",
+        "eval_rows",
+        "eval_length",
+        "length",
+        "evaluate_at",
     ):
         if getattr(spec, key) != getattr(plain, key):
             yield spec.but(**{key: getattr(plain, key)})
