@@ -42,7 +42,7 @@ def generate(seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Spec:
     micro = pick.choice((1, 1, 2, 3)) if layout not in layouts.STAGED else pick.choice((1, 2, 3, 4))
     schedule = pick.choice(("gpipe", "1f1b", "zero-bubble"))
     length = pick.choice((5, 5, 5, 4, 7, rows))
-    return Spec(
+    spec = Spec(
         seed=seed,
         skeleton=skeleton,
         stem=pick.choice(STEMS),
@@ -71,6 +71,23 @@ def generate(seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Spec:
         autocast=pick.random() < 0.04,
         concat=not inside and not aux and pick.random() < 0.5,
     )
+    return _usual(spec) if mild else spec
+
+
+def _usual(spec: Spec) -> Spec:
+    """A mild case with usual shapes around its easy words."""
+    return spec.but(
+        skeleton="list" if spec.skeleton in ("object", "shared") else spec.skeleton,
+        head="linear" if spec.head == "tied-function" else spec.head,
+        batch="dict" if spec.batch not in _USUAL else spec.batch,
+        rows=tuple(max(r, spec.micro) for r in spec.rows),
+        eval_rows=max(spec.eval_rows, spec.micro),
+        eval_length=spec.length,
+        autocast=False,
+    )
+
+
+_USUAL = ("tuple", "masked", "dict", "dict-masked")
 
 
 def _blocks(seed: int, pick: random.Random, mild: bool) -> tuple[str, ...]:
@@ -100,7 +117,7 @@ def must_work(spec: Spec) -> bool:
         all(BLOCKS[name].easy for name in spec.blocks)
         and all(name in glues.EASY for name in spec.glue)
         and LOSSES[spec.loss].easy
-        and spec.batch in ("tuple", "masked", "dict", "dict-masked")
+        and spec.batch in _USUAL
         and spec.head != "tied-function"
         and spec.skeleton not in ("object", "shared")
         and spec.length == spec.eval_length

@@ -1,7 +1,7 @@
 """Glue: what a model's own forward does to the states between its blocks.
 
 Place in the flow: `model` applies one after each block. A function gets the model, the states and
-the mask (all true where the batch has none). Names of things that need not work are in `HARD`.
+the mask (all true where the batch has none). What must work everywhere is in `EASY`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from tests.odd.vocabulary import BLOCKS
 
 Glue = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -113,6 +115,32 @@ def _drop_row(model: Any, h: Tensor, mask: Tensor) -> Tensor:
     return h * (mask.long().sum(1) > 1).to(h.dtype)[:, None, None] + h.detach() * 0.1
 
 
+def _again(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    first = model.spec.blocks[0]
+    block = model.get_submodule(model.paths[0])
+    out = block(h, mask) if BLOCKS[first].masked else block(h)
+    return out[0] if BLOCKS[first].aux else out
+
+
+def _teacher(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    with torch.no_grad():
+        target = _again(model, h, mask)
+    return h + 0.1 * torch.tanh(target)
+
+
+def _mixed_precision(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = _again(model, h, mask)
+    return h + 0.1 * torch.tanh(y.to(h.dtype))
+
+
+def _energy(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    if not h.requires_grad:
+        return h
+    (force,) = torch.autograd.grad(h.square().sum(), h, retain_graph=True)
+    return h - 0.05 * force
+
+
 GLUES: dict[str, Glue] = {
     "": lambda model, h, mask: h,
     "scale": lambda model, h, mask: h * 0.9,
@@ -141,6 +169,9 @@ GLUES: dict[str, Glue] = {
     "mean-rows": _mean_rows,
     "dtype": _dtype,
     "drop-row": _drop_row,
+    "teacher": _teacher,
+    "mixed-precision": _mixed_precision,
+    "energy": _energy,
 }
 EASY = {"", "scale", "width", "shift", "centre", "detach", "masked", "flat", "no-grad"}
 """Glue that must work under every layout."""
