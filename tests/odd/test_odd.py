@@ -72,6 +72,15 @@ FOUND = {
             "autocast": True,
         },
     ),
+    # A weight that is given to a Layer as an argument was not there, or a shard of it was.
+    "a weight of another stage": (
+        "exact",
+        {"blocks": ("mlp", "mlp"), "head": "tied-function", "layout": "stages", "micro": 2},
+    ),
+    "a weight of another module": (
+        "exact",
+        {"blocks": ("mlp",), "head": "tied-function", "layout": "split"},
+    ),
     # The number of rows was that of the tensor that came first.
     "positions first": (
         "exact",

@@ -314,7 +314,8 @@ def _splits(
     stage_of_layer: list[int],
     rejected: list[str],
 ) -> dict[int, tuple[SplitLayer, ...]]:
-    glue = {name for node in graph.nodes if node.layer is None for name in node.params}
+    # A weight given to a Layer as an argument is read by glue too.
+    glue = {name for node in graph.nodes for name in node.params}
     in_layers = {name for layer in graph.layers for name in layer.params}
     glue |= {p.name for p in graph.parameters if p.name not in in_layers}
     found: dict[int, tuple[SplitLayer, ...]] = {}

@@ -29,8 +29,9 @@ def users_of(
     for node, stage in zip(graph.nodes, stage_of_node, strict=True):
         if stage is None:
             continue
-        names = node.params if node.layer is None else graph.layers[node.layer].params
-        for name in names:
+        # A Layer reads its own, and what is given to it as an argument.
+        own = () if node.layer is None else graph.layers[node.layer].params
+        for name in (*node.params, *own):
             users[name].add(stage)
     for stages in users.values():
         if not stages:
