@@ -4,6 +4,7 @@ from tests.odd import (  # noqa: F401
     blocks_attention,
     blocks_code,
     blocks_experts,
+    blocks_members,
     blocks_plain,
     blocks_state,
 )

@@ -317,13 +317,11 @@ class Energy(nn.Module):
         self.up = nn.Linear(dim, 10)
         self.second = pick.random() < 0.6
         self.inner: nn.Module = nn.Identity()
-        way = pick.choice(("plain", "norm", "experts", "attention", "pair"))
+        way = pick.choice(("plain", "norm", "experts", "pair"))
         if way == "norm":
             self.inner = Channels(dim)
         elif way == "experts":
             self.inner = wh.nn.MoE(dim, 8, 4, top_k=2, balance="none")
-        elif way == "attention":
-            self.inner = nn.TransformerEncoderLayer(dim, 2, 16, dropout=0.0, batch_first=True)
         elif way == "pair":
             self.inner = nn.Sequential(nn.Linear(dim, 18), nn.Tanh(), nn.Linear(18, dim))
 

@@ -146,7 +146,9 @@ def run(spec: Spec) -> dict[str, Any]:
             result["norms"].append(float(metrics["grad_norm"]))
         if index == 0:
             result["gradients"] = {
-                n: g.detach().clone() for n, g in step.gradients().items() if g is not None
+                n: g.detach().to_dense().clone()
+                for n, g in step.gradients().items()
+                if g is not None
             }
         if spec.optimizer == "scheduled":
             scheduler.step()

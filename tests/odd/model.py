@@ -32,6 +32,7 @@ SKELETONS = (
     "shared",
     "skips",
     "nested",
+    "mutating",
 )
 STEMS = ("ids", "ids-padding", "ids-scaled", "features", "features-conv")
 HEADS = ("linear", "normed", "deep", "tied", "tied-function", "no-bias")
@@ -88,6 +89,17 @@ class Head(nn.Module):
         return self.out(h) if weight is None else F.linear(h, weight)
 
 
+class Mutating(nn.Module):
+    """A block that changes the list it is given, and returns nothing."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, states: list[Tensor]) -> None:
+        states[0] = self.block(states[0])
+
+
 class Wrapped(nn.Module):
     """A block that passes a dict, or an object, along."""
 
@@ -120,6 +132,8 @@ class Model(nn.Module):
             if spec.skeleton in ("wrapped", "object"):
                 flags = BLOCKS[name].masked, BLOCKS[name].aux
                 block = Wrapped(block, *flags, spec.skeleton == "object")
+            elif spec.skeleton == "mutating":
+                block = Mutating(block)
             made.append(block)
         self.paths = self._hold(made)
         pool = ("mean", "first", "masked")[spec.seed % 3] if word.output == "classes" else ""
@@ -198,6 +212,11 @@ class Model(nn.Module):
         modules = [self.get_submodule(path) for path in self.paths]
         if spec.skeleton == "sequential":
             return self.blocks(h), None
+        if spec.skeleton == "mutating":
+            states = [h]
+            for module in modules:
+                module(states)
+            return states[0], None
         if spec.skeleton in ("wrapped", "object"):
             state: Any = {"h": h, "mask": mask, "aux": []}
             for module in modules:

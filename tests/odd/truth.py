@@ -80,7 +80,7 @@ def train(spec: Spec, variant: int) -> dict[str, Any]:
             result["norms"].append(float(norm))
         if index == 0:
             result["gradients"] = {
-                n: p.grad.detach().clone() for n, p in trained if p.grad is not None
+                n: p.grad.detach().to_dense().clone() for n, p in trained if p.grad is not None
             }
         optimizer.step()
         if spec.optimizer == "scheduled":
