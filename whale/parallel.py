@@ -23,6 +23,7 @@ from whale.annotations import ClusterLayout, ambient_cluster, discover
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.cost.compute import Training
+from whale.engine.backwards import check_backwards
 from whale.engine.capture import Captured, capture
 from whale.engine.changes import find_changes, refuse_across_stages, refuse_by_rows
 from whale.engine.face import hide_from_compiler, plainly
@@ -145,6 +146,7 @@ def parallelize(
     if settings.check_parts:
         check_balance(model, plan)
         check_parts(model, batch, loss, captured.changes)
+    check_backwards(model, batch, loss)
     names = frozenset(outputs or ())
     lowered = lower(
         model,

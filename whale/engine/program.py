@@ -9,11 +9,13 @@ Layers, which fx cannot print as code, and because shape constants that grow wit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from whale.engine.modes import PLAIN, Mode
 from whale.errors import CaptureError
 
 
@@ -77,6 +79,8 @@ class Op:
     """Its number among the random operations of the glue."""
     call: int = 0
     """How many times the same Layer was called before."""
+    mode: Mode = PLAIN
+    """What `torch.no_grad` and `torch.autocast` it ran in."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -167,7 +171,8 @@ def run_ops(
         fn = layers[op.layer] if op.layer is not None else op.target
         assert fn is not None
         before(op)
-        out = fn(*tree_map(op.args, bind), **tree_map(op.kwargs, bind))
+        with op.mode.entered(device) if op.mode is not PLAIN else nullcontext():
+            out = fn(*tree_map(op.args, bind), **tree_map(op.kwargs, bind))
         made = tensors_in(out)
         if len(made) != len(op.outputs):
             raise CaptureError(
@@ -214,6 +219,7 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
                 state=a.state,
                 random=a.random,
                 call=a.call,
+                mode=a.mode,
             )
         )
     specs = [

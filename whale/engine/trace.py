@@ -19,6 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from whale.engine.modes import Modes
 from whale.engine.program import Op, Program, Ref, State, ValueSpec, tensors_in, tree_map
 from whale.errors import CaptureError
 from whale.runtime.compat import real_tensors
@@ -27,6 +28,7 @@ _READS = {
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
     "item", "tolist", "numpy", "is_nonzero", "equal", "__array__",
 }  # fmt: skip
+_EFFECTS = {"backward", "__set__"}
 _RANDOM = ("rand", "bernoulli", "normal", "dropout", "multinomial", "uniform", "exponential")
 # A constant larger than this is not kept as a real tensor beside its fake one.
 _CONSTANT_ELEMENTS = 1 << 26
@@ -83,6 +85,7 @@ class GlueTracer(TorchFunctionMode):
         self.layer = ""
         self.training = True
         self.calls: list[RandomCall] = []
+        self.modes = Modes()
         for tensor in inputs:
             self._value(tensor, pure=True)
 
@@ -165,6 +168,7 @@ class GlueTracer(TorchFunctionMode):
                 pure=pure,
                 state=names,
                 random=self._glue_number() if random else None,
+                mode=self.modes.now(),
                 call=sum(1 for op in self.program.ops if layer is not None and op.layer == layer),
             )
         )
@@ -225,6 +229,13 @@ class GlueTracer(TorchFunctionMode):
             self.record(layer=None, target=getattr, args=(args[0], attribute), kwargs={}, out=out)
             return out
         made = tensors_in(out)
+        if not made and name in _EFFECTS:
+            raise CaptureError(
+                f"the glue between stages calls `{resolve_name(func) or name}`, which gives no "
+                "tensor: a trace would lose what it does",
+                hint="put this code inside one annotated module, where it runs as it stands",
+                where=user_line(),
+            )
         if made:
             random = any(word in name for word in _RANDOM)
             self._keep_constant(func, args, kwargs, out, random)

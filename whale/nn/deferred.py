@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from whale.errors import PlanError
+from whale.runtime.context import step_backward
+
 
 class WeightQueue:
     """Weight gradients of the backward now running, to be computed when the schedule says W."""
@@ -59,6 +62,12 @@ class _Defer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         inside, out, weights = ctx.inside, ctx.out, list(ctx.weights)
+        if torch.is_grad_enabled() or not step_backward.running:
+            raise PlanError(
+                "the model differentiates inside its forward (torch.autograd.grad) through a "
+                "module whose weight gradients are put off",
+                hint='set pipeline.schedule to "1f1b", and `wh.replicate` that module',
+            )
         grad = None
         if inside.requires_grad:
             (grad,) = torch.autograd.grad(out, inside, grads[0], retain_graph=True)
@@ -80,6 +89,10 @@ def deferred(
     """`fn(x)`, whose gradients for `weights` wait in `queue`; without a queue, plainly `fn(x)`."""
     trainable = tuple(w for w in weights if w.requires_grad)
     if queue is None or not trainable or not torch.is_grad_enabled():
+        return fn(x)
+    if not all(w.is_leaf for w in trainable):
+        # `torch.func.functional_call` puts what was computed from a weight in its place: its
+        # gradient is to go on from there.
         return fn(x)
     # Something must tie the output to the graph: the input, or the weights where it has no gradient
     # (token ids). Only there, for their hooks would take the missing gradient for the final one.

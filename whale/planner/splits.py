@@ -29,8 +29,9 @@ def users_of(
     for node, stage in zip(graph.nodes, stage_of_node, strict=True):
         if stage is None:
             continue
-        names = node.params if node.layer is None else graph.layers[node.layer].params
-        for name in names:
+        # A Layer reads its own, and what is given to it as an argument.
+        own = () if node.layer is None else graph.layers[node.layer].params
+        for name in (*node.params, *own):
             users[name].add(stage)
     for stages in users.values():
         if not stages:
@@ -39,9 +40,9 @@ def users_of(
 
 
 def glue_params(graph: ModelGraph) -> set[str]:
-    """Parameters that glue reads, or that no Layer has: never cut."""
+    """Parameters that glue reads, gives to a Layer, or that no Layer has: never cut."""
     in_layers = {name for layer in graph.layers for name in layer.params}
-    glue = {name for node in graph.nodes if node.layer is None for name in node.params}
+    glue = {name for node in graph.nodes for name in node.params}
     return glue | {p.name for p in graph.parameters if p.name not in in_layers}
 
 

@@ -120,10 +120,14 @@ def rebuild(batch: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of the global batch: the size of dim 0 of its first tensor that has one."""
+    """Rows of the global batch: dim 0 of its `labels`, else of its first tensor that has one.
+
+    What stands first in a mapping may have no rows, as positions have none; labels always do.
+    """
     if isinstance(batch, LocalBatch):
         return batch.total_rows
-    sizes = [t.shape[0] for t in leaves(batch) if t.dim() > 0]
+    first = [batch["labels"]] if isinstance(batch, Mapping) and "labels" in batch else []
+    sizes = [t.shape[0] for t in leaves([*first, batch]) if t.dim() > 0]
     if not sizes:
         raise WhaleError(
             f"the batch ({type(batch).__name__}) holds no tensor with a batch dim",

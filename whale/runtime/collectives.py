@@ -22,13 +22,34 @@ gradient under torch.compile on torch 2.11.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.library import custom_op
 
+from whale.errors import WhaleError
 from whale.runtime.groups import communicator
+
+Backward = Callable[..., Any]
+
+
+def first_order(backward: Backward) -> Backward:
+    """A backward that refuses to be differentiated: what other members did is not in its graph."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
+            raise WhaleError(
+                "the model differentiates a gradient (create_graph=True) that several ranks "
+                "compute together",
+                hint="`wh.replicate` the modules it is taken through: on one device each gradient "
+                "has its whole graph",
+            )
+        return backward(ctx, *grads)
+
+    return run
 
 
 @custom_op("whale::leave", mutates_args=())
@@ -46,7 +67,7 @@ def _no_context(ctx: Any, inputs: Any, output: Any) -> None:
     return None
 
 
-leave.register_autograd(lambda ctx, grad: (grad, None), setup_context=_no_context)
+leave.register_autograd(first_order(lambda ctx, grad: (grad, None)), setup_context=_no_context)
 
 
 @custom_op("whale::all_sum", mutates_args=())
@@ -65,7 +86,8 @@ def _group_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 all_sum.register_autograd(
-    lambda ctx, grad: (communicator(ctx.group).all_reduce(grad), None), setup_context=_group_context
+    first_order(lambda ctx, grad: (communicator(ctx.group).all_reduce(grad), None)),
+    setup_context=_group_context,
 )
 
 
@@ -76,6 +98,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         total, work = communicator(ctx.group).start_all_reduce(grads[0])
         if ctx.meanwhile is not None:
@@ -125,7 +148,7 @@ def _(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torch.Tensor:
 
 
 gather.register_autograd(
-    lambda ctx, grad: (_own(grad, ctx.dim, ctx.sizes, ctx.group), None, None, None),
+    first_order(lambda ctx, grad: (_own(grad, ctx.dim, ctx.sizes, ctx.group), None, None, None)),
     setup_context=_sizes_context,
 )
 
@@ -145,11 +168,13 @@ def _(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torch.Tensor:
 
 
 enter_rows.register_autograd(
-    lambda ctx, grad: (
-        communicator(ctx.group).reduce_scatter(grad, ctx.dim, ctx.sizes),
-        None,
-        None,
-        None,
+    first_order(
+        lambda ctx, grad: (
+            communicator(ctx.group).reduce_scatter(grad, ctx.dim, ctx.sizes),
+            None,
+            None,
+            None,
+        )
     ),
     setup_context=_sizes_context,
 )
@@ -169,11 +194,13 @@ def _(x: torch.Tensor, dim: int, sizes: list[int], group: str) -> torch.Tensor:
 
 
 leave_rows.register_autograd(
-    lambda ctx, grad: (
-        communicator(ctx.group).all_gather(grad, ctx.dim, ctx.sizes),
-        None,
-        None,
-        None,
+    first_order(
+        lambda ctx, grad: (
+            communicator(ctx.group).all_gather(grad, ctx.dim, ctx.sizes),
+            None,
+            None,
+            None,
+        )
     ),
     setup_context=_sizes_context,
 )
@@ -186,6 +213,7 @@ class _Scatter(torch.autograd.Function):
         return _own(x, dim, sizes, group).clone()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         whole = communicator(ctx.group).all_gather(grads[0], ctx.dim, ctx.sizes)
         return whole, None, None, None
@@ -252,6 +280,7 @@ def _exchange_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, ctx.cut_dim, ctx.cut_sizes, ctx.join_dim, ctx.join_sizes, ctx.group = inputs
 
 
+@first_order
 def _exchange_backward(ctx: Any, grad: torch.Tensor) -> Any:
     back = _exchange(grad, ctx.join_dim, ctx.join_sizes, ctx.cut_dim, ctx.cut_sizes, ctx.group)
     return back, None, None, None, None, None
@@ -276,11 +305,13 @@ def _send_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 send_rows.register_autograd(
-    lambda ctx, grad: (
-        communicator(ctx.group).all_to_all(grad, ctx.receive, ctx.send),
-        None,
-        None,
-        None,
+    first_order(
+        lambda ctx, grad: (
+            communicator(ctx.group).all_to_all(grad, ctx.receive, ctx.send),
+            None,
+            None,
+            None,
+        )
     ),
     setup_context=_send_context,
 )
@@ -324,6 +355,7 @@ def _half_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, ctx.send, ctx.receive, ctx.group, ctx.dtype = inputs
 
 
+@first_order
 def _half_backward(ctx: Any, grad: torch.Tensor) -> Any:
     moved = communicator(ctx.group).all_to_all(packed(grad, ctx.dtype), ctx.receive, ctx.send)
     return unpacked(moved, grad.dtype), None, None, None, None

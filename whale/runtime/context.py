@@ -36,6 +36,29 @@ class StepContext:
         self.layer_entry += 1
 
 
+@dataclass(slots=True)
+class BackwardPass:
+    """Whether a step's own backward runs, in whatever thread the engine runs it.
+
+    A user's forward may differentiate too: what that backward finds is not the step's gradient.
+    """
+
+    running: bool = False
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Inside, it runs."""
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
+
+
+step_backward = BackwardPass()
+"""Of this process: steps run one after another."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """The rows of each member of a split group that spans several replicas of its stage."""

@@ -20,7 +20,7 @@ from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
 from whale.runtime import transfers
 from whale.runtime.clock import StepClock
-from whale.runtime.context import StepContext
+from whale.runtime.context import StepContext, step_backward
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.outputs import Part
 from whale.runtime.transfers import Channels
@@ -306,7 +306,8 @@ class Executor:
             self.before_backward(roots, flight.received.values())
         if roots:
             begun = self.clock.begin_compute()
-            torch.autograd.backward(roots, seeds)
+            with step_backward.run():
+                torch.autograd.backward(roots, seeds)
             self.clock.end_compute(begun, action.kind, stage, 1)
         for source, values in module.incoming.items():
             for value in values:

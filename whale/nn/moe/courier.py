@@ -140,6 +140,7 @@ class _Start(torch.autograd.Function):
         return rows.new_empty(1)
 
     @staticmethod
+    @collectives.first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.journey.wait(), None
 
@@ -151,6 +152,7 @@ class _Finish(torch.autograd.Function):
         return journey.wait()
 
     @staticmethod
+    @collectives.first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         journey = ctx.journey
         journey.go(grads[0].contiguous(), journey.receive, journey.send)

@@ -1,0 +1,140 @@
+"""Backwards: user code in the backward pass, which Whale runs on sums where one device has means.
+
+Place in the flow: called by `wh.parallelize`, beside the check that a loss is the same in parts.
+Every rank computes the gradient of a sum over its rows, and the total is divided once, at the end.
+That is exact where a backward is linear in the gradient, as all of torch's are. A tensor hook that
+clamps, or a `torch.autograd.Function` that takes a sign, sees another gradient than on one device.
+So does a hook on a parameter: its gradient is complete only after the backward, in a piece of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from whale.errors import WhaleError
+from whale.runtime import batch as batches
+
+_ROWS = 2
+_SCALE = 2.0**20
+"""A power of two: a linear backward gives the same digits."""
+_HALF_SCALE = 2.0**8
+_TOLERANCE = 1e-3
+"""Of a gradient's greatest entry: for backwards that add in another order each time."""
+
+
+def check_backwards(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None:
+    """Refuses hooks on parameters, and code in the backward that is not linear in the gradient.
+
+    A few rows run forward; only where the model's backward holds code of the user's it runs too,
+    from a gradient of 1 and from a greater one. A model on the meta device has no values to try.
+    """
+    _refuse_parameter_hooks(model)
+    tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
+    rows = min(_ROWS, batches.num_rows(batch))
+    if not rows or any(t.is_meta for t in tensors):
+        return
+    watch = _Hooks()
+    try:
+        # A forward may move buffers, and even weights (`max_norm` does).
+        tried = copy.deepcopy(model)
+        trained = [(name, p) for name, p in tried.named_parameters() if p.requires_grad]
+        if not trained:
+            return
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), watch:
+            few = batches.spread_rows(batch, rows, trained[0][1].device)
+            value = batches.call_model(tried, loss, few)["loss"]
+    except WhaleError:
+        raise
+    except Exception:  # noqa: BLE001 - what a user's forward says of few rows is not this check's
+        return
+    where = watch.places + _module_hooks(tried) + _functions(value)
+    if not where or not value.requires_grad:
+        return
+    _compare(value, trained, where)
+
+
+def _compare(
+    value: torch.Tensor, trained: list[tuple[str, nn.Parameter]], where: list[str]
+) -> None:
+    scale = _SCALE if value.dtype in (torch.float32, torch.float64) else _HALF_SCALE
+    parameters = [p for _, p in trained]
+
+    def gradients(seed: float) -> tuple[torch.Tensor | None, ...]:
+        return torch.autograd.grad(
+            value, parameters, torch.full_like(value, seed), retain_graph=True, allow_unused=True
+        )
+
+    try:
+        once, greater = gradients(1.0), gradients(scale)
+    except RuntimeError:  # a reentrant checkpoint takes part in a whole backward only
+        return
+    for (name, _), one, other in zip(trained, once, greater, strict=True):
+        if one is None or other is None:
+            continue
+        difference = (other.double() / scale - one.double()).abs().max() if one.numel() else 0.0
+        if float(difference) > _TOLERANCE * float(one.abs().max()):
+            raise WhaleError(
+                f"the backward is not linear in the gradient: from {scale:g} times the loss, the "
+                f"gradient of {name} is not {scale:g} times as great. User code in it: "
+                f"{', '.join(dict.fromkeys(where))}",
+                hint="Whale adds up gradients of sums and divides once at the end, so that code "
+                "would see other numbers than on one device; clip with Config "
+                "optimizer.max_grad_norm, or keep hooks and backwards linear",
+            )
+
+
+def _refuse_parameter_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter._backward_hooks or after:
+            raise WhaleError(
+                f"the parameter {name} has a hook on its gradient",
+                hint="a gradient is complete only after all ranks and micro-batches were summed, "
+                "so no hook could see it; change it in the optimizer, or put the hook on what the "
+                "module returns",
+            )
+
+
+def _module_hooks(model: nn.Module) -> list[str]:
+    return [
+        f"a backward hook on {path or type(model).__name__}"
+        for path, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+
+
+def _functions(value: torch.Tensor) -> list[str]:
+    """The user's own autograd Functions that a value was made by."""
+    found: list[str] = []
+    seen: set[Any] = set()
+    waiting = [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        made_by = getattr(node, "_forward_cls", None)
+        if made_by is not None and made_by.__module__.partition(".")[0] not in ("torch", "whale"):
+            found.append(made_by.__qualname__)
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+class _Hooks(TorchFunctionMode):
+    """Notices hooks that a forward puts on tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "register_hook":
+            self.places.append("a hook on a tensor")
+        return func(*args, **(kwargs or {}))
