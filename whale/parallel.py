@@ -25,7 +25,6 @@ from whale.cost.compute import Training
 from whale.engine.capture import Captured, capture
 from whale.engine.lower import lower
 from whale.engine.parts import check_parts
-from whale.engine.stacked_experts import check_balance
 from whale.engine.step import OptimizerFactory, Step
 from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
@@ -128,9 +127,7 @@ def parallelize(
             "devices",
         )
     check_same_weights(model, rank, num_ranks, _local_device(settings))
-    if settings.check_parts:
-        check_balance(model, plan)
-        check_parts(model, batch, loss)
+    trial = check_parts(model, batch, loss, plan) if settings.check_parts else None
     names = frozenset(outputs or ())
     lowered = lower(
         model,
@@ -143,6 +140,7 @@ def parallelize(
         timeout=timedelta(seconds=settings.timeout_seconds),
         communication=settings.communication,
         outputs=names,
+        trial=trial,
     )
     group = _group_of(plan, rank)
     return Step(

@@ -22,7 +22,7 @@ from whale.engine.graph import Run, changed, graph_of
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.match import split_options
 from whale.engine.program import Program, merge, tensors_in, tree_map
-from whale.engine.stacked_experts import give_shapes, refuse_balance
+from whale.engine.stacked_experts import give_shapes
 from whale.engine.trace import GlueTracer, RandomCall, add_constants
 from whale.engine.work import WorkCounter
 from whale.errors import CaptureError, WhaleError
@@ -31,6 +31,7 @@ from whale.ir.model_graph import (
 )
 from whale.nn.forwards import replace_forward
 from whale.nn.moe.layer import MoE
+from whale.nn.router_losses import computed_by, shapes_only
 from whale.runtime import batch as batches
 from whale.runtime.compat import fake_mode, real_tensors
 
@@ -109,7 +110,7 @@ def _run(
     split_layers: set[str],
     traced: bool,
 ) -> Run:
-    with fake_mode():
+    with fake_mode(), computed_by(model, shapes_only):
         fake, names, values = _fake_copy(model)
         give_shapes(fake)
         inputs = _fake_batch(batch, rows)
@@ -240,8 +241,6 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
     layers = find_layers(model)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
-    if split_layers:
-        refuse_balance(model, "by code that a `split` cannot see into")
     # Where nothing is annotated, `auto` may choose to split the largest.
     considered = split_layers if any(tags.values()) else large_layers(model, layers)
     refusal: CaptureError | None = None

@@ -42,13 +42,13 @@ class GlobalSums:
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         self.num_ranks = num_ranks
-        self.numbers = torch.zeros(2, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(3, dtype=torch.float64, device=device)
         self.work: dist.Work | None = None
         self.started = False
 
     def start(self, totals: Totals) -> None:
         """This rank's part is complete."""
-        self.numbers = torch.stack([totals.loss, totals.count])
+        self.numbers = totals.sums.clone()
         self._launch()
 
     def _launch(self) -> None:
@@ -56,13 +56,19 @@ class GlobalSums:
         if self.num_ranks > 1:
             self.work = dist.all_reduce(self.numbers, async_op=True)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss, count) of the global batch; a rank that ran nothing adds zeros."""
         if not self.started:
             self._launch()
         if self.work is not None:
             self.work.wait()
-        return self.numbers
+        return loss_and_count(self.numbers)
+
+
+def loss_and_count(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean loss and its count, from what all parts added."""
+    count = torch.maximum(sums[1], sums[2])
+    return sums[0] / count, count
 
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -189,12 +195,11 @@ class Step:
         sums = GlobalSums(self.plan.num_ranks, lowered.device)
         totals = lowered.executor.run(batch, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
-        summed = sums.wait()
-        count = summed[1]
+        loss, count = sums.wait()
         max_norm = self._config.optimizer.max_grad_norm
         divide = self._config.communication.gradients_reduce_method == "mean"
         factor = 1.0 / count if divide else torch.ones_like(count)
-        metrics: dict[str, Any] = {"loss": summed[0] / count}
+        metrics: dict[str, Any] = {"loss": loss}
         if max_norm is not None:
             squares = self._sum(lowered.grads.square_sum(lowered.device))
             norm = squares.sqrt() * factor
@@ -236,8 +241,7 @@ class Step:
         finally:
             executor.stages = training
             lowered.model.train()
-        summed = self._sum(torch.stack([totals.loss, totals.count]))
-        metrics: dict[str, Any] = {"loss": summed[0] / summed[1]}
+        metrics: dict[str, Any] = {"loss": loss_and_count(self._sum(totals.sums))[0]}
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
 
@@ -266,6 +270,7 @@ class Step:
                 None,
                 self._lowered.device,
                 self._lowered.context,
+                self._lowered.parts,
             )
         return self._evaluating
 
