@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import whale as wh
-from whale.engine import gather, loss_parts, lower, stages, step, weights
+from whale.engine import gather, loss_parts, lower, step, weights
 from whale.nn import batch_norm, column_shard, dropout, sharded
 from whale.runtime import batch as batches
 from whale.runtime import collectives, executor, grads, weighing

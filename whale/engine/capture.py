@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.causality import CausalWatch
 from whale.engine.examples import Example, example_of
 from whale.engine.graph import Run, changed, graph_of
 from whale.engine.layers import find_layers, layer_tags
@@ -245,8 +246,10 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
     considered = split_layers if any(tags.values()) else large_layers(model, layers)
     refusal: CaptureError | None = None
     program: Program | None = None
+    watch = CausalWatch(model)
     try:
-        first, second = (_run(model, batch, loss, r, considered, True) for r in ROWS)
+        with watch:
+            first, second = (_run(model, batch, loss, r, considered, True) for r in ROWS)
         assert first.program is not None and second.program is not None
         program = merge(first.program, second.program, ROWS)
     except WhaleError as error:
@@ -261,6 +264,7 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
             "parallelism does not",
         )
         first, second = _untraced(model, batch, loss, split_layers, refusal)
+    watch.warn()
     examples = {
         path: example
         for path, call in first.examples.items()
