@@ -43,33 +43,38 @@ def noisy_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 @contextmanager
 def held(model: nn.Module) -> Iterator[None]:
     """Inside, it is in training mode, but batch norms are not, and experts have room for all."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    flags = [(module, module.training) for module in model.modules()]
     model.train()
+    changes: list[tuple[nn.Module, dict[str, Any]]] = []
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.training = False
         elif isinstance(module, MoE):
-            _hold_experts(module)
+            changes.append((module, _experts(module)))
         elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            module.dropout = 0.0
+            changes.append((module, {"dropout": 0.0}))
+    before = [{k: vars(m)[k] for k in new if k in vars(m)} for m, new in changes]
+    for module, new in changes:
+        vars(module).update(new)
     try:
         yield
     finally:
-        for module, state in before:
-            vars(module).clear()
-            vars(module).update(state)
+        for (module, new), old in zip(changes, before, strict=True):
+            for key in new:
+                del vars(module)[key]
+            vars(module).update(old)
+        for module, flag in flags:
+            module.training = flag
 
 
-def _hold_experts(module: MoE) -> None:
-    """Every token finds room, and the loss is a constant."""
-    module.capacity_factor = None
-    if module.router_kind == "expert-choice":
-        module.router_kind = "top-k"
+def _experts(module: MoE) -> dict[str, Any]:
+    """Attributes with which every token finds room, and the loss is a constant."""
 
     def loss(logits: Tensor, *_: Any) -> Tensor:
         return logits.new_full((), HELD_LOSS)
 
-    vars(module)["_loss"] = loss
+    kind = "top-k" if module.router_kind == "expert-choice" else module.router_kind
+    return {"capacity_factor": None, "router_kind": kind, "_loss": loss}
 
 
 class Quiet(TorchFunctionMode):
