@@ -23,7 +23,7 @@ MOST_COPIED = 100_000_000
 """Parameters of the largest model that is copied to float64 for a trial."""
 HELD_LOSS = 0.37
 """What a balancing loss is held at."""
-NOISE = 0.05
+NOISE = 0.1
 """Of a parameter's size, added to it: a head of zeros would hide which row weighs what."""
 
 
@@ -78,12 +78,26 @@ def _experts(module: MoE) -> dict[str, Any]:
 
 
 class Quiet(TorchFunctionMode):
-    """Random functions give constants, dropout gives its input."""
+    """Random functions give constants, dropout gives its input.
+
+    Attributes:
+        narrow: Whether anything was computed in less than float64.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        out = self._quiet(func, args, dict(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and out.dtype != torch.float64:
+            self.narrow = True
+        return out
+
+    @staticmethod
+    def _quiet(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]

@@ -27,8 +27,9 @@ from whale.runtime.weighing import MeanTracker, Trial, Weighed, Weighing
 
 # Rows tried, spread over the batch: the first ones alone may look alike where others differ.
 _ROWS = 6
+_EXACT = 1e-9
 _TOLERANCE = {torch.float64: 5e-6, torch.float32: 3e-5}
-"""Of a loss. Much of a model may compute in float32, whatever its weights are in."""
+"""Of a loss, where something is computed in less than float64, whatever the weights are in."""
 _COARSE = 2e-2
 _GRADIENT = 20.0
 """Times as far may gradients be apart."""
@@ -108,6 +109,7 @@ class _Rows:
         self.rows = batches.num_rows(few)
         self.cuts = ((0, 1), (1, self.rows))
         self.held = _Calls([], [])
+        self.quiet = Quiet()
 
     def trial(self) -> Trial:
         """Tries the rows as they are, then with holes."""
@@ -172,7 +174,7 @@ class _Rows:
         count = max(count, sum(float(part.floor) for part in parts))
         total = parts[0].total + parts[1].total
         apart = float(total.detach()) / count if count else float("nan")
-        tolerance = _TOLERANCE.get(self.dtype, _COARSE)
+        tolerance = _TOLERANCE.get(self.dtype, _COARSE) if self.quiet.narrow else _EXACT
         scale = max(abs(float(value)), abs(apart), 1e-12)
         about = f" (tried with {text})" if text else ""
         if not abs(float(value) - apart) <= tolerance * scale:
@@ -265,7 +267,7 @@ class _Rows:
             undisturbed(self.model, self.dtype),
             torch.set_grad_enabled(self.gradients),
             computed_by(self.model, router),
-            Quiet(),
+            self.quiet,
         ):
             if loss is None:
                 with mode:

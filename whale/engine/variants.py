@@ -100,5 +100,6 @@ def _walk(name: str, value: Any, change: Change, rows: int) -> Any:
     if isinstance(value, Mapping):
         return {key: _walk(f"{name}/{key}", item, change, rows) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_walk(f"{name}.{i}", v, change, rows) for i, v in enumerate(value))
+        items = [_walk(f"{name}.{i}", v, change, rows) for i, v in enumerate(value)]
+        return batches.like_sequence(value, items)
     return value

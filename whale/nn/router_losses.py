@@ -22,6 +22,7 @@ from whale.errors import WhaleError
 from whale.nn.column_shard import plain
 from whale.nn.moe.parallel import Replicas
 from whale.runtime import collectives
+from whale.runtime.batch import like_sequence
 
 NAMES = ("load_balancing_loss_func", "router_z_loss_func")
 """What they are called in the modules of the models that call them."""
@@ -102,7 +103,7 @@ def _rebuilt(value: Any, rest: Iterator[Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _rebuilt(item, rest) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_rebuilt(item, rest) for item in value)
+        return like_sequence(value, [_rebuilt(item, rest) for item in value])
     return value
 
 

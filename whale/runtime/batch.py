@@ -92,13 +92,18 @@ def _walk(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: _walk(item, fn) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_walk(item, fn) for item in value)
+        return like_sequence(value, [_walk(item, fn) for item in value])
     if isinstance(value, (LazyBatch, LocalBatch)):
         raise WhaleError(
             f"a {type(value).__name__} stands where a whole global batch is needed",
             hint="parallelize takes `batch=next(iter(loader))`; batches of wh.shard go to the step",
         )
     return value
+
+
+def like_sequence(value: Any, items: list[Any]) -> Any:
+    """`items` in a list, tuple or named tuple as `value` is."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def leaves(batch: Any) -> list[torch.Tensor]:
