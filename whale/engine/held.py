@@ -41,10 +41,10 @@ def noisy_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @contextmanager
-def held(model: nn.Module) -> Iterator[None]:
+def held(model: nn.Module, *, training: bool = True) -> Iterator[None]:
     """Inside, it is in training mode, but batch norms are not, and experts have room for all."""
     flags = [(module, module.training) for module in model.modules()]
-    model.train()
+    model.train(training)
     changes: list[tuple[nn.Module, dict[str, Any]]] = []
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -82,11 +82,12 @@ class Quiet(TorchFunctionMode):
 
     Attributes:
         narrow: Whether anything was computed in less than float64.
+        half: Whether in less than float32.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.narrow = False
+        self.narrow = self.half = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -94,6 +95,7 @@ class Quiet(TorchFunctionMode):
         out = self._quiet(func, args, dict(kwargs or {}))
         if isinstance(out, Tensor) and out.is_floating_point() and out.dtype != torch.float64:
             self.narrow = True
+            self.half = self.half or out.dtype != torch.float32
         return out
 
     @staticmethod

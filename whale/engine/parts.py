@@ -62,7 +62,7 @@ def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None, plan: P
     error: Exception | None = None
     for dtype in dict.fromkeys(dtypes):
         try:
-            trial = _Rows(model, loss, few, dtype, copied=copied).trial()
+            trial = Rows(model, loss, few, dtype, copied=copied).trial()
         except WhaleError:
             raise
         except Exception as found:  # noqa: BLE001 - a user's code in a dtype it was not made for
@@ -89,7 +89,7 @@ class _Calls:
     values: list[Any]
 
 
-class _Rows:
+class Rows:
     """Some rows, to be computed at once and in parts."""
 
     def __init__(
@@ -100,8 +100,9 @@ class _Rows:
         dtype: torch.dtype,
         *,
         copied: bool,
+        training: bool = True,
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self.training = dtype, training
         self.model = noisy_copy(model, dtype) if copied else model
         self.gradients = copied and dtype in _TOLERANCE
         self.loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
@@ -123,6 +124,19 @@ class _Rows:
             if bool(torch.isfinite(whole[0])):
                 self._compare(batch, weighing, text, whole)
         return Trial(weighing=weighing, router_losses=bool(self.held.values))
+
+    def again(self, weighing: Weighing) -> None:
+        """Tries the rows as they are, weighed as an earlier trial found."""
+        try:
+            whole = self._plain(self.few)
+            rows = batches.num_rows(self.few)
+            tracker, value = self._tracked(self.few, rows)
+        except Exception:  # noqa: BLE001 - the step itself says what is wrong
+            return
+        divisors = tracker.divisors(value)
+        same = divisors is not None and len(divisors) == len(weighing.divisors)
+        if same and not self.held.values and bool(torch.isfinite(whole[0])):
+            self._compare(self.few, weighing, "rows of this batch", whole)
 
     def _classified(self) -> Weighing | None:
         """Numbers that the loss is divided by: the same for all parts, or counts?"""
@@ -174,7 +188,7 @@ class _Rows:
         count = max(count, sum(float(part.floor) for part in parts))
         total = parts[0].total + parts[1].total
         apart = float(total.detach()) / count if count else float("nan")
-        tolerance = _TOLERANCE.get(self.dtype, _COARSE) if self.quiet.narrow else _EXACT
+        tolerance = self._tolerance()
         scale = max(abs(float(value)), abs(apart), 1e-12)
         about = f" (tried with {text})" if text else ""
         if not abs(float(value) - apart) <= tolerance * scale:
@@ -192,6 +206,11 @@ class _Rows:
                 f"its gradients differ by {error:.2g} of their size{about}",
                 hint=_HINT,
             )
+
+    def _tolerance(self) -> float:
+        if self.quiet.half:
+            return _COARSE
+        return _TOLERANCE.get(self.dtype, _COARSE) if self.quiet.narrow else _EXACT
 
     def _parts(self, taken: list[Any], weighing: Weighing | None) -> list[Weighed]:
         """What the two parts add, each of which knows the counts of both."""
@@ -263,7 +282,7 @@ class _Rows:
                 return loss(output, target)
 
         with (
-            held(self.model),
+            held(self.model, training=self.training),
             undisturbed(self.model, self.dtype),
             torch.set_grad_enabled(self.gradients),
             computed_by(self.model, router),

@@ -24,6 +24,7 @@ from whale.engine import checkpoint
 from whale.engine.capture import capture
 from whale.engine.gather import Gatherer
 from whale.engine.lower import Lowered, make_stages
+from whale.engine.recheck import recheck
 from whale.errors import WhaleError
 from whale.ir.measured import Measured, MeasuredDevice
 from whale.ir.plan import Plan
@@ -109,6 +110,8 @@ class Step:
         self._example = batches.take_rows(batch, 0, min(2, batches.num_rows(batch)))
         self._evaluating: Any = None
         self._gatherer = Gatherer(model, plan, lowered, rank)
+        weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)
+        self._recheck = recheck(lowered.model, loss, plan, rank, weighing, lowered.device)
         self.optimizer = self._make_optimizer(optimizer)
         self.num_steps = 0
         self._heartbeat = start_heartbeat(
@@ -189,6 +192,8 @@ class Step:
         if not lowered.model.training:
             lowered.model.train()
         lowered.context.step = self.num_steps
+        if self._recheck is not None:
+            self._recheck.before(self.num_steps, batch)
         clock = lowered.executor.clock
         clock.begin_step()
         lowered.grads.zero()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.runtime.random_losses import ROWS, Model, batch, expression
-from whale.engine.parts import _Rows
+from whale.engine.parts import Rows
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
 from whale.runtime.weighing import MeanTracker, Weighed, Weighing
@@ -64,7 +64,7 @@ def outcome(seed: int) -> str:
     if not math.isfinite(float(loss(model(example[0]), example[1]))):
         return "none"
     try:
-        trial = _Rows(model, loss, example, torch.float64, copied=True).trial()
+        trial = Rows(model, loss, example, torch.float64, copied=True).trial()
     except WhaleError:
         return "refused"
     kinds = set()
