@@ -130,7 +130,13 @@ _DRAWS = frozenset("rand randn rand_like randn_like normal".split())
 @contextmanager
 def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, code may draw and may write buffers; afterwards both are as before."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    copies: dict[int, Tensor] = {}
+    kept = []
+    for module in model.modules():
+        kept.append((module, dict(module._buffers)))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
     devices = sorted({t.device.index for t in model.parameters() if t.is_cuda})
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=devices):
@@ -140,6 +146,5 @@ def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
-            with torch.no_grad():
-                for buffer, values in kept:
-                    buffer.copy_(values)
+            for module, buffers in kept:
+                module._buffers.update(buffers)

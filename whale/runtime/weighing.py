@@ -167,7 +167,7 @@ class MeanTracker(TorchFunctionMode):
                 count=first.value.detach().double() + first.extra * portion,
                 floor=floor * portion,
             )
-        if meet is None or (weighing is not None and not weighing.joins):
+        if meet is None or weighing is None or not weighing.joins:
             raise WhaleError(
                 "the loss adds means over different counts, which no single weight of a part makes "
                 "exact",

@@ -132,10 +132,13 @@ def _accumulate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, torch
     for low, high in _micro_batches(batches.num_rows(batch), task.plan.num_micro_batch):
         part = batches.take_rows(batch, low, high)
         value, tracker = _tracked(model, task.loss, part, high - low)
-        weighed = tracker.weigh(value, (high - low) / batches.num_rows(batch))
-        torch.autograd.backward(weighed.total)
-        total += weighed.total.detach().double()
-        count += weighed.count.double()
+        part_total, part_count = value, torch.ones((), dtype=torch.float64)
+        if task.plan.num_micro_batch > 1:
+            weighed = tracker.weigh(value, (high - low) / batches.num_rows(batch))
+            part_total, part_count = weighed.total, weighed.count
+        torch.autograd.backward(part_total)
+        total += part_total.detach().double()
+        count += part_count.double()
         dtype = value.dtype
     mean = total / count
     if not torch.isfinite(mean):
