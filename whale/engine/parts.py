@@ -26,7 +26,9 @@ from whale.runtime import batch as batches
 from whale.runtime.weighing import MeanTracker, Trial, Weighed, Weighing
 
 # Rows tried, spread over the batch: the first ones alone may look alike where others differ.
-_ROWS = 6
+_ROWS, _FEW_ROWS = 6, 4
+_LARGE = 1e9
+"""Parameters times elements of a row, from which on fewer rows are tried, in fewer ways."""
 _EXACT = 1e-9
 _TOLERANCE = {torch.float64: 5e-6, torch.float32: 3e-5}
 """Of a loss, where something is computed in less than float64, whatever the weights are in."""
@@ -48,21 +50,24 @@ def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None, plan: P
     where there are no values yet.
     """
     replicas = max(len(stage.virtual_device.replicas) for stage in plan.stages)
-    rows = min(_ROWS, batches.num_rows(batch))
+    total = batches.num_rows(batch)
     tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
+    size = sum(p.numel() for p in model.parameters())
+    width = max(t.numel() // total for t in batches.leaves(batch) if batches.has_rows(t, total))
+    large = size > MOST_COPIED or size * width > _LARGE
+    rows = min(_FEW_ROWS if large else _ROWS, total)
     alone = replicas == 1 and plan.num_micro_batch == 1
     if alone or rows < 2 or any(t.is_meta for t in tensors):
         return Trial(router_losses=has_router_losses(model))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     few = batches.spread_rows(batch, rows, device)
-    size = sum(p.numel() for p in model.parameters())
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     copied = size <= MOST_COPIED
     dtypes = [torch.float64, torch.float32, own] if copied else [own]
     error: Exception | None = None
     for dtype in dict.fromkeys(dtypes):
         try:
-            trial = Rows(model, loss, few, dtype, copied=copied).trial()
+            trial = Rows(model, loss, few, dtype, copied=copied).trial(large=large)
         except WhaleError:
             raise
         except Exception as found:  # noqa: BLE001 - a user's code in a dtype it was not made for
@@ -108,21 +113,25 @@ class Rows:
         self.loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
         self.few = _cast(few, dtype)
         self.rows = batches.num_rows(few)
-        self.cuts = ((0, 1), (1, self.rows))
+        # One row and the others; and halves, of which neither is easily without weight.
+        self.cuts = tuple(dict.fromkeys((1, self.rows // 2)))
         self.held = _Calls([], [])
         self.quiet = Quiet()
 
-    def trial(self) -> Trial:
-        """Tries the rows as they are, then with holes."""
+    def trial(self, *, large: bool = False) -> Trial:
+        """Tries the rows as they are, then with holes; `large`: not in all ways."""
         weighing = self._classified()
-        self._compare(self.few, weighing, "")
-        for text, batch in variants(self.few, self.rows):
+        self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts)
+        for number, (text, batch) in enumerate(variants(self.few, self.rows)):
+            if large and number:
+                break
             try:
                 whole = self._plain(batch)
             except Exception:  # noqa: BLE001, S112 - a hole that the model does not take
                 continue
             if bool(torch.isfinite(whole[0])):
-                self._compare(batch, weighing, text, whole)
+                cuts = self.cuts[:1] if large else self.cuts
+                self._compare(batch, weighing, text, cuts, whole)
         return Trial(weighing=weighing, router_losses=bool(self.held.values))
 
     def again(self, weighing: Weighing) -> None:
@@ -136,12 +145,12 @@ class Rows:
         divisors = tracker.divisors(value)
         same = divisors is not None and len(divisors) == len(weighing.divisors)
         if same and not self.held.values and bool(torch.isfinite(whole[0])):
-            self._compare(self.few, weighing, "rows of this batch", whole)
+            self._compare(self.few, weighing, "rows of this batch", self.cuts, whole)
 
     def _classified(self) -> Weighing | None:
         """Numbers that the loss is divided by: the same for all parts, or counts?"""
         found = []
-        for low, high in ((0, self.rows), *self.cuts):
+        for low, high in ((0, self.rows), (0, 1), (1, self.rows)):
             tracker, value = self._tracked(batches.take_rows(self.few, low, high), high - low)
             found.append((tracker, value, tracker.divisors(value)))
         whole, first, second = (divisors for _, _, divisors in found)
@@ -174,23 +183,29 @@ class Rows:
         batch: Any,
         weighing: Weighing | None,
         text: str,
+        cuts: tuple[int, ...],
         whole: tuple[Tensor, list[Tensor | None]] | None = None,
     ) -> None:
-        value, gradients = whole or self._plain(batch)
-        taken = [batches.take_rows(batch, low, high) for low, high in self.cuts]
-        try:
-            parts = self._parts(taken, weighing)
-        except Exception:
-            if text:  # loud in training too
-                return
-            raise
+        whole = whole or self._plain(batch)
+        for cut in cuts:
+            taken = [batches.take_rows(batch, *rows) for rows in ((0, cut), (cut, self.rows))]
+            try:
+                parts = self._parts(taken, weighing)
+            except Exception:
+                if text:  # loud in training too
+                    return
+                raise
+            self._compare_parts(parts, *whole, f" (tried with {text})" if text else "")
+
+    def _compare_parts(
+        self, parts: list[Weighed], value: Tensor, gradients: list[Tensor | None], about: str
+    ) -> None:
         count = sum(float(part.count) for part in parts)
         count = max(count, sum(float(part.floor) for part in parts))
         total = parts[0].total + parts[1].total
         apart = float(total.detach()) / count if count else float("nan")
         tolerance = self._tolerance()
         scale = max(abs(float(value)), abs(apart), 1e-12)
-        about = f" (tried with {text})" if text else ""
         if not abs(float(value) - apart) <= tolerance * scale:
             raise WhaleError(
                 f"the loss of {self.rows} rows is {float(value):.6g} computed at once and "

@@ -104,7 +104,9 @@ def mean_of_rows(
 ) -> tuple[Tensor, Count] | None:
     """(sum, count) of a mean over all elements, or over the rows of each of the others."""
     x = args[0] if args else kwargs["input"]
-    if not x.is_floating_point() or not t.over_rows(x, args, kwargs) or t.fixed(x):
+    if not x.is_floating_point() or not x.dim() or kwargs.get("out") is not None:
+        return None
+    if not t.over_rows(x, args, kwargs) or t.fixed(x):
         return None
     more = {key: value for key, value in kwargs.items() if key != "input"}
     if name == "nanmean":
