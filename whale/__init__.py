@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from whale.parallel import plan as plan
     from whale.parallel import simulate as simulate
     from whale.runtime.data import shard as shard
+    from whale.runtime.means import weighted_mean as weighted_mean
     from whale.runtime.outputs import concat as concat
     from whale.runtime.outputs import mean as mean
     from whale.runtime.outputs import sum as sum
@@ -63,6 +64,7 @@ _NAMES_OF = {
     "whale.ir.plan": ("Plan",),
     "whale.parallel": ("init", "parallelize", "plan", "simulate", "Step"),
     "whale.runtime.data": ("shard",),
+    "whale.runtime.means": ("weighted_mean",),
     "whale.runtime.outputs": ("mean", "sum", "concat"),
     "whale.engine.rules": ("register_rule",),
     "whale.verification.check": ("verify",),

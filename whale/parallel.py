@@ -30,7 +30,6 @@ from whale.engine.face import hide_from_compiler, plainly
 from whale.engine.lower import lower
 from whale.engine.outsiders import refuse_own_parameters
 from whale.engine.parts import check_parts
-from whale.engine.stacked_experts import check_balance
 from whale.engine.step import OptimizerFactory, Step
 from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
@@ -143,9 +142,7 @@ def parallelize(
     changes = find_changes(model, batch, loss, captured.changes)
     refuse_by_rows(plan, changes)
     refuse_across_stages(plan, model, captured)
-    if settings.check_parts:
-        check_balance(model, plan)
-        check_parts(model, batch, loss, captured.changes)
+    trial = check_parts(model, batch, loss, plan) if settings.check_parts else None
     check_backwards(model, batch, loss)
     names = frozenset(outputs or ())
     lowered = lower(
@@ -160,6 +157,7 @@ def parallelize(
         communication=settings.communication,
         outputs=names,
         changes=changes,
+        trial=trial,
     )
     group = _group_of(plan, rank)
     return Step(

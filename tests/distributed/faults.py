@@ -17,10 +17,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import whale as wh
-from whale.engine import gather, lower, stages, step, weights
+from whale.engine import gather, loss_parts, lower, step, weights
 from whale.nn import batch_norm, column_shard, dropout, sharded
 from whale.runtime import batch as batches
-from whale.runtime import collectives, executor, grads, means
+from whale.runtime import collectives, executor, grads, weighing
 from whale.runtime.groups import Communicator, communicator
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -215,11 +215,14 @@ def _scale(change: Callable[[Tensor], Tensor]) -> Plant:
 
 def _count(change: Callable[[Tensor, int], Tensor]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        class Faulty(means.MeanTracker):
-            def count(self, loss: Tensor, rows: int) -> Tensor:
-                return change(super().count(loss, rows), rows)
+        class Faulty(weighing.MeanTracker):
+            def weigh(self, *args: Any, **kwargs: Any) -> weighing.Weighed:
+                found = super().weigh(*args, **kwargs)
+                count = change(found.count, self.rows)
+                total = found.total * (count / found.count).to(found.total.dtype)
+                return replace(found, total=total, count=count)
 
-        monkeypatch.setattr(stages, "MeanTracker", Faulty)
+        monkeypatch.setattr(loss_parts, "MeanTracker", Faulty)
 
     return plant
 

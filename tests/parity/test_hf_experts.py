@@ -14,8 +14,7 @@ import whale as wh
 from tests.parity import hf_expert_zoo, zoo
 from tests.parity.hf_expert_zoo import HF_EXPERT_LAYOUTS
 from tests.parity.parity import compare_in_group, grouped
-from whale.engine.stacked_experts import check_balance, is_stacked
-from whale.errors import WhaleError
+from whale.engine.stacked_experts import is_stacked
 from whale.nn.moe.stacked import plain_activation
 
 EXACT = {"loss": 1e-9, "gradient": 1e-9, "weight": 1e-9}
@@ -78,18 +77,6 @@ def test_two_lines_annotate_any_of_them() -> None:
         assert experts.layers == tuple(f"model.layers.{i}.mlp.experts" for i in range(2))
         assert [split.cuts for split in experts.splits] == [((0, 3, 6),)] * 2
         assert {split.params[0][1].dim for split in experts.splits} == {0}
-
-
-def test_a_balancing_loss_over_own_tokens_is_refused() -> None:
-    batch = zoo._gpt2_batch(0, 4)
-    model = hf_expert_zoo.mixtral(output_router_logits=True)
-    plan = wh.plan(wh.annotate(model, {"": wh.replicate()}), cluster="1x2xCPU", batch=batch)
-    with pytest.raises(WhaleError, match=r"output_router_logits = True.* 2 replicas"):
-        check_balance(model, plan)
-    with pytest.raises(WhaleError, match="output_router_logits = True"):
-        wh.plan(wh.annotate(model, {"": wh.split()}), cluster="1x2xCPU", batch=batch)
-    model.config.output_router_logits = False
-    check_balance(model, plan)
 
 
 def test_experts_are_known_by_their_looks() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.causality import CausalWatch
 from whale.engine.changes import changed as changed_state
 from whale.engine.changes import spare_loss, state_of
 from whale.engine.examples import Example, example_of
@@ -24,7 +25,7 @@ from whale.engine.graph import Run, changed, graph_of
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.match import split_options
 from whale.engine.program import Op, Program, merge, tensors_in, tree_map
-from whale.engine.stacked_experts import give_shapes, refuse_balance
+from whale.engine.stacked_experts import give_shapes
 from whale.engine.trace import GlueTracer, RandomCall, add_constants
 from whale.engine.weights import plain_tensors
 from whale.engine.work import WorkCounter
@@ -34,6 +35,7 @@ from whale.ir.model_graph import (
 )
 from whale.nn.forwards import replace_forward
 from whale.nn.moe.layer import MoE
+from whale.nn.router_losses import computed_by, shapes_only
 from whale.runtime import batch as batches
 from whale.runtime.compat import fake_mode, real_tensors, run_eagerly
 
@@ -124,7 +126,7 @@ def _run(
     split_layers: set[str],
     traced: bool,
 ) -> Run:
-    with fake_mode():
+    with fake_mode(), computed_by(model, shapes_only):
         fake, names, values = _fake_copy(model)
         give_shapes(fake)
         inputs = _fake_batch(batch, rows)
@@ -258,14 +260,14 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
     layers = find_layers(model)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
-    if split_layers:
-        refuse_balance(model, "by code that a `split` cannot see into")
     # Where nothing is annotated, `auto` may choose to split the largest.
     considered = split_layers if any(tags.values()) else large_layers(model, layers)
     refusal: CaptureError | None = None
     program: Program | None = None
+    watch = CausalWatch(model)
     try:
-        first, second = (_run(model, batch, loss, r, considered, True) for r in ROWS)
+        with watch:
+            first, second = (_run(model, batch, loss, r, considered, True) for r in ROWS)
         assert first.program is not None and second.program is not None
         program = merge(first.program, second.program, ROWS)
     except WhaleError as error:
@@ -280,6 +282,7 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
             "parallelism does not",
         )
         first, second = _untraced(model, batch, loss, split_layers, refusal)
+    watch.warn()
     examples = {
         path: example
         for path, call in first.examples.items()

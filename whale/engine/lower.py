@@ -17,6 +17,7 @@ from torch import nn
 from whale.config_groups import CommunicationConfig
 from whale.engine.capture import Captured
 from whale.engine.changes import Changes, stages_of_changes
+from whale.engine.loss_parts import LossParts, loss_parts
 from whale.engine.program import ValueSpec
 from whale.engine.random import install_randomness, with_heads
 from whale.engine.rules import install
@@ -37,6 +38,7 @@ from whale.nn.moe.layer import MoE
 from whale.nn.moe.parallel import ExpertForward, MeetingForward, Replicas
 from whale.nn.moe.stacked import StackedForward
 from whale.nn.randomness import CallNames, KeyedRandom
+from whale.nn.router_losses import has_router_losses
 from whale.nn.shard import Shard
 from whale.nn.sharded import RowsAround, can_defer, defer_weights
 from whale.runtime import batch as batches
@@ -46,6 +48,7 @@ from whale.runtime.grads import GradientBuckets
 from whale.runtime.groups import Groups
 from whale.runtime.half import HalfSums
 from whale.runtime.transfers import Channels
+from whale.runtime.weighing import Trial
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +64,7 @@ class Lowered:
     executor: Executor
     device: torch.device
     own_norms: list[OwnBatchNorm]
+    parts: dict[int, LossParts]
 
 
 def lower(
@@ -76,6 +80,7 @@ def lower(
     communication: CommunicationConfig | None = None,
     outputs: frozenset[str] = frozenset(),
     changes: Changes | None = None,
+    trial: Trial | None = None,
 ) -> Lowered:
     """This rank's program for `plan`; the user's module stays as it is."""
     if plan.model_hash != captured.graph.hash:
@@ -98,7 +103,8 @@ def lower(
         local, captured, context, names, shards, whole=len(plan.stages) == 1
     )
     queue = _install_deferral(plan, local)
-    stages = make_stages(plan, rank, local, captured, loss, outputs, random, device, context)
+    parts = loss_parts(plan, rank, groups, context, trial, router_losses=has_router_losses(model))
+    stages = make_stages(plan, rank, local, captured, loss, outputs, random, device, context, parts)
     trainable = frozenset(n for n, p in params.items() if p.requires_grad)
     mine = set(plan.stages_of(rank))
     grads = GradientBuckets(
@@ -119,7 +125,7 @@ def lower(
         Channels(rank, groups.channels),
         context,
         device,
-        _skippable(plan, local, set(stages))
+        _skippable(plan, set(stages), trial)
         - (stages_of_changes(plan, changes) if changes is not None else set()),
         queue,
     )
@@ -133,6 +139,7 @@ def lower(
         executor=executor,
         device=device,
         own_norms=own_norms,
+        parts=parts,
     )
 
 
@@ -152,10 +159,11 @@ def make_stages(
     random: KeyedRandom | None,
     device: torch.device,
     context: StepContext,
+    loss_parts: dict[int, LossParts],
 ) -> dict[int, StageModule]:
     """The stages this rank runs."""
     if len(plan.stages) == 1:
-        return {0: WholeStage(local, loss, outputs, random)} if plan.stages_of(rank) else {}
+        return {s: WholeStage(local, loss, outputs, random, p) for s, p in loss_parts.items()}
     assert captured.program is not None
     stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
     stage_of_layer = [stage_of_path[layer.path] for layer in captured.graph.layers]
@@ -167,7 +175,8 @@ def make_stages(
         )
     parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
     return {
-        s: CutStage(parts[s], local, outputs, random, device, context) for s in plan.stages_of(rank)
+        s: CutStage(parts[s], local, outputs, random, device, context, own)
+        for s, own in loss_parts.items()
     }
 
 
@@ -265,11 +274,13 @@ def _install_deferral(plan: Plan, local: nn.Module) -> WeightQueue | None:
     return queue
 
 
-def _skippable(plan: Plan, local: nn.Module, stages: set[int]) -> frozenset[int]:
+def _skippable(plan: Plan, stages: set[int], trial: Trial | None) -> frozenset[int]:
     """Stages in which replicas do not wait for each other.
 
-    No batch norm, no split across replicas.
+    No batch norm, no split across replicas, no loss for which they meet.
     """
+    if trial is not None and trial.meets:
+        return frozenset()
     joined = {
         t.stage
         for t in plan.taskgraphs

@@ -1,74 +1,357 @@
-"""Parts against whole: can this model's loss be computed in parts? Tried at build time.
+"""Parts against whole: can this model's loss be computed in parts, and how? Tried at build time.
 
-Place in the flow: called by `wh.parallelize` before lowering. A loss that does not come out the
-same when the rows are computed apart is refused here, never silently weighed (design, decision 5).
+Place in the flow: called by `wh.parallelize` before lowering, and by Step again on rows it trains
+on. A loss that does not come out the same when the rows are computed apart is refused here, never
+silently weighed (design, decision 5). What rows do to each other by design is held (`engine.held`);
+batches with holes are tried beside the real one (`engine.variants`).
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from whale.engine.changes import spare, spare_loss
+from whale.engine.held import MOST_COPIED, Quiet, held, noisy_copy, undisturbed
+from whale.engine.variants import variants
 from whale.errors import WhaleError
+from whale.ir.plan import Plan
+from whale.nn.router_losses import computed_by, has_router_losses, leaves
 from whale.runtime import batch as batches
-from whale.runtime.means import MeanTracker
+from whale.runtime.weighing import MeanTracker, Trial, Weighed, Weighing
 
 # Rows tried, spread over the batch: the first ones alone may look alike where others differ.
-_ROWS = 16
+_ROWS, _FEW_ROWS = 6, 4
+_LARGE = 1e9
+"""Parameters times elements of a row, from which on fewer rows are tried, in fewer ways."""
+_EXACT = 1e-9
+_TOLERANCE = {torch.float64: 5e-6, torch.float32: 3e-5}
+"""Of a loss, where something is computed in less than float64, whatever the weights are in."""
+_COARSE = 2e-2
+_GRADIENT = 20.0
+"""Times as far may gradients be apart."""
+
+_HINT = (
+    "average with a torch loss (F.cross_entropy, F.mse_loss, Tensor.mean, ...) or a sum by a count "
+    "((x * mask).sum() / mask.sum()), which Whale weighs by its count, or say both with "
+    "wh.weighted_mean(total, count); set Config check_parts=False only if rows interact on purpose"
+)
 
 
-def check_parts(
-    model: nn.Module,
-    batch: Any,
-    loss: batches.Loss | None,
-    changes: frozenset[str] | None = None,
-) -> None:
-    """Compares the loss of a few rows with that of the same rows in two parts.
+def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None, plan: Plan) -> Trial:
+    """Compares the loss and the gradients of a few rows with those of the same rows in two parts.
 
-    Every run is on a copy, for a forward may change the model (`changes` are the names of what it
-    changes, None: unknown): neither the next run nor the user may see that.
-
-    A model on the meta device has no values yet and is not tried, nor is one with a layer that says
-    its rows interact: experts with limited room see the whole micro-batch under every layout.
+    Nothing is tried where one replica computes all rows of a step at once, nor on the meta device,
+    where there are no values yet.
     """
-
-    def measure(part: Any) -> tuple[float, float, torch.dtype]:
-        return _measure(spare(model, changes).eval(), spare_loss(loss), part)
-
-    rows = min(_ROWS, batches.num_rows(batch))
+    replicas = max(len(stage.virtual_device.replicas) for stage in plan.stages)
+    total = batches.num_rows(batch)
     tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
-    if rows < 2 or any(t.is_meta for t in tensors):
-        return
-    if any(getattr(module, "rows_interact", False) for module in model.modules()):
-        return
+    size = sum(p.numel() for p in model.parameters())
+    width = max(t.numel() // total for t in batches.leaves(batch) if batches.has_rows(t, total))
+    large = size > MOST_COPIED or size * width > _LARGE
+    rows = min(_FEW_ROWS if large else _ROWS, total)
+    alone = replicas == 1 and plan.num_micro_batch == 1
+    if alone or rows < 2 or any(t.is_meta for t in tensors):
+        return Trial(router_losses=has_router_losses(model))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with torch.no_grad(), torch.random.fork_rng():
-        few = batches.spread_rows(batch, rows, device)
-        whole = measure(few)
-        parts = [measure(batches.take_rows(few, low, high)) for low, high in ((0, 1), (1, rows))]
-    total, count, dtype = whole
-    apart = sum(p[0] for p in parts)
-    counted = sum(p[1] for p in parts)
-    tolerance = 1e-9 if dtype == torch.float64 else (1e-3 if dtype == torch.float32 else 5e-2)
-    scale = max(abs(total), abs(apart), 1e-12)
-    if abs(count - counted) > 1e-6 * max(1.0, count) or abs(total - apart) > tolerance * scale:
-        raise WhaleError(
-            f"the loss of {rows} rows is {total / max(count, 1e-12):.6g} computed at once and "
-            f"{apart / max(counted, 1e-12):.6g} in two parts",
-            hint="average with a torch loss (F.cross_entropy, F.mse_loss, Tensor.mean, ...), "
-            "which Whale weighs by its "
-            "count; set Config check_parts=False only if rows interact on purpose",
-        )
+    few = batches.spread_rows(batch, rows, device)
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    copied = size <= MOST_COPIED
+    dtypes = [torch.float64, torch.float32, own] if copied else [own]
+    error: Exception | None = None
+    for dtype in dict.fromkeys(dtypes):
+        try:
+            trial = Rows(model, loss, few, dtype, copied=copied).trial(large=large)
+        except WhaleError:
+            raise
+        except Exception as found:  # noqa: BLE001 - a user's code in a dtype it was not made for
+            error = error or found
+            continue
+        if trial.weighing is not None and trial.weighing.joins and plan.num_micro_batch > 1:
+            raise WhaleError(
+                "the loss adds means over different counts, which no single weight of a "
+                f"micro-batch makes exact, and the plan has {plan.num_micro_batch} micro-batches",
+                hint="plan one micro-batch (pipeline.num_micro_batch=1): replicas then tell each "
+                "other their counts; or use one count for all terms: n = mask.sum(), "
+                "wh.weighted_mean(a + b, n)",
+            )
+        return trial
+    assert error is not None
+    raise error
 
 
-def _measure(
-    model: nn.Module, loss: batches.Loss | None, batch: Any
-) -> tuple[float, float, torch.dtype]:
-    tracker = MeanTracker()
-    with tracker:
-        value = batches.call_model(model, loss, batch)["loss"]
-    count = float(tracker.count(value, batches.num_rows(batch)))
-    return float(value) * count, count, value.dtype
+@dataclass(slots=True)
+class _Calls:
+    """What router losses were called with, and what they gave on the whole."""
+
+    given: list[list[Tensor]]
+    values: list[Any]
+
+
+class Rows:
+    """Some rows, to be computed at once and in parts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: batches.Loss | None,
+        few: Any,
+        dtype: torch.dtype,
+        *,
+        copied: bool,
+        training: bool = True,
+    ) -> None:
+        self.dtype, self.training = dtype, training
+        self.model = noisy_copy(model, dtype) if copied else model
+        self.gradients = copied and dtype in _TOLERANCE
+        self.loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
+        self.few = _cast(few, dtype)
+        self.rows = batches.num_rows(few)
+        # One row and the others; and halves, of which neither is easily without weight.
+        self.cuts = tuple(dict.fromkeys((1, self.rows // 2)))
+        self.held = _Calls([], [])
+        self.quiet = Quiet()
+
+    def trial(self, *, large: bool = False) -> Trial:
+        """Tries the rows as they are, then with holes; `large`: not in all ways."""
+        weighing = self._classified()
+        self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts)
+        for number, (text, batch) in enumerate(variants(self.few, self.rows)):
+            if large and number:
+                break
+            try:
+                whole = self._plain(batch)
+            except Exception:  # noqa: BLE001, S112 - a hole that the model does not take
+                continue
+            if bool(torch.isfinite(whole[0])):
+                cuts = self.cuts[:1] if large else self.cuts
+                self._compare(batch, weighing, text, cuts, whole)
+        return Trial(weighing=weighing, router_losses=bool(self.held.values))
+
+    def again(self, weighing: Weighing) -> None:
+        """Tries the rows as they are, weighed as an earlier trial found."""
+        try:
+            whole = self._plain(self.few)
+            rows = batches.num_rows(self.few)
+            tracker, value = self._tracked(self.few, rows)
+        except Exception:  # noqa: BLE001 - the step itself says what is wrong
+            return
+        divisors = tracker.divisors(value)
+        same = divisors is not None and len(divisors) == len(weighing.divisors)
+        if same and not self.held.values and bool(torch.isfinite(whole[0])):
+            self._compare(self.few, weighing, "rows of this batch", self.cuts, whole)
+
+    def _classified(self) -> Weighing | None:
+        """Numbers that the loss is divided by: the same for all parts, or counts?"""
+        found = []
+        for low, high in ((0, self.rows), (0, 1), (1, self.rows)):
+            tracker, value = self._tracked(batches.take_rows(self.few, low, high), high - low)
+            found.append((tracker, value, tracker.divisors(value)))
+        whole, first, second = (divisors for _, _, divisors in found)
+        if whole is None or first is None or second is None:
+            return None
+        if not len(whole) == len(first) == len(second):
+            raise WhaleError(
+                f"the loss of {self.rows} rows is made of {len(whole)} sums or means, that of some "
+                f"of them of {len(first)} and {len(second)}",
+                hint=_HINT,
+            )
+        kinds = []
+        for a, b, c in zip(whole, first, second, strict=True):
+            if _close(a, b) and _close(a, c):
+                kinds.append("same")
+            elif _close(a, b + c):
+                kinds.append("count")
+            else:
+                raise WhaleError(
+                    f"the loss of {self.rows} rows is divided by {a:.6g}, in two parts by {b:.6g} "
+                    f"and {c:.6g}: neither one number nor a count",
+                    hint=_HINT,
+                )
+        tracker, value, _ = found[0]
+        weighing = Weighing(divisors=tuple(kinds), means=tracker.means(value, tuple(kinds)))
+        return replace(weighing, joins=tracker.num_counts(value, weighing) > 1)
+
+    def _compare(
+        self,
+        batch: Any,
+        weighing: Weighing | None,
+        text: str,
+        cuts: tuple[int, ...],
+        whole: tuple[Tensor, list[Tensor | None]] | None = None,
+    ) -> None:
+        whole = whole or self._plain(batch)
+        for cut in cuts:
+            taken = [batches.take_rows(batch, *rows) for rows in ((0, cut), (cut, self.rows))]
+            try:
+                parts = self._parts(taken, weighing)
+            except Exception:
+                if text:  # loud in training too
+                    return
+                raise
+            self._compare_parts(parts, *whole, f" (tried with {text})" if text else "")
+
+    def _compare_parts(
+        self, parts: list[Weighed], value: Tensor, gradients: list[Tensor | None], about: str
+    ) -> None:
+        count = sum(float(part.count) for part in parts)
+        count = max(count, sum(float(part.floor) for part in parts))
+        total = parts[0].total + parts[1].total
+        apart = float(total.detach()) / count if count else float("nan")
+        tolerance = self._tolerance()
+        scale = max(abs(float(value)), abs(apart), 1e-12)
+        if not abs(float(value) - apart) <= tolerance * scale:
+            raise WhaleError(
+                f"the loss of {self.rows} rows is {float(value):.6g} computed at once and "
+                f"{apart:.6g} in two parts{about}",
+                hint=_HINT,
+            )
+        if not self.gradients or not total.requires_grad:
+            return
+        error = _distance(gradients, self._gradients(total / count))
+        if not error <= _GRADIENT * tolerance:
+            raise WhaleError(
+                f"the loss of {self.rows} rows is {float(value):.6g} at once and in two parts, but "
+                f"its gradients differ by {error:.2g} of their size{about}",
+                hint=_HINT,
+            )
+
+    def _tolerance(self) -> float:
+        if self.quiet.half:
+            return _COARSE
+        return _TOLERANCE.get(self.dtype, _COARSE) if self.quiet.narrow else _EXACT
+
+    def _parts(self, taken: list[Any], weighing: Weighing | None) -> list[Weighed]:
+        """What the two parts add, each of which knows the counts of both."""
+        counts: list[Tensor] = []
+
+        def note(numbers: Tensor) -> Tensor:
+            counts.append(numbers)
+            return numbers
+
+        def known(_: Tensor) -> Tensor:
+            return counts[0] + counts[1]
+
+        calls: list[_Calls] = []
+        ran = []
+        for part in taken:
+            rows = batches.num_rows(part)
+            ran.append((*self._tracked(part, rows, calls), rows / self.rows))
+        self._check_gathered(calls)
+        if weighing is not None and weighing.joins:
+            for tracker, value, share in ran:
+                tracker.weigh(value, share, weighing, note)
+        return [tracker.weigh(value, share, weighing, known) for tracker, value, share in ran]
+
+    # ---- running the model -----------------------------------------------------------------------
+
+    def _plain(self, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss of the rows at once and its gradients, by plain torch."""
+        self.held = _Calls([], [])
+
+        def hold(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            value = value.detach() if isinstance(value, Tensor) else value
+            self.held.given.append([t.detach() for t in leaves((args, kwargs)) if t.dim()])
+            self.held.values.append(value)
+            return value
+
+        value = self._run(batch, None, hold)
+        gradients: list[Tensor | None] = []
+        if self.gradients and value.requires_grad:
+            gradients = self._gradients(value)
+        return value.detach(), gradients
+
+    def _tracked(
+        self, batch: Any, rows: int, calls: list[_Calls] | None = None
+    ) -> tuple[MeanTracker, Tensor]:
+        mine = _Calls([], [])
+
+        def replay(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            mine.given.append([t.detach() for t in leaves((args, kwargs)) if t.dim()])
+            place = len(mine.given) - 1
+            if place < len(self.held.values):
+                return self.held.values[place]
+            value = function(*args, **kwargs)
+            return value.detach() if isinstance(value, Tensor) else value
+
+        tracker = MeanTracker(rows)
+        value = self._run(batch, tracker, replay)
+        if calls is not None:
+            calls.append(mine)
+        return tracker, value
+
+    def _run(self, batch: Any, tracker: MeanTracker | None, router: Any) -> Tensor:
+        loss = self.loss
+        mode = tracker or nullcontext()
+
+        def watched(output: Any, target: Any) -> Any:
+            assert loss is not None
+            with mode:
+                return loss(output, target)
+
+        with (
+            held(self.model, training=self.training),
+            undisturbed(self.model, self.dtype),
+            torch.set_grad_enabled(self.gradients),
+            computed_by(self.model, router),
+            self.quiet,
+        ):
+            if loss is None:
+                with mode:
+                    value = batches.call_model(self.model, None, batch)["loss"]
+            else:
+                value = batches.call_model(self.model, watched, batch)["loss"]
+        assert isinstance(value, Tensor)
+        return value
+
+    def _gradients(self, value: Tensor) -> list[Tensor | None]:
+        wanted = [p for p in self.model.parameters() if p.requires_grad]
+        return list(torch.autograd.grad(value, wanted, allow_unused=True)) if wanted else []
+
+    def _check_gathered(self, calls: list[_Calls]) -> None:
+        """Router losses: is what the parts are computed from, put together, that of the whole?"""
+        whole = self.held.given
+        same = all(len(part.given) == len(whole) for part in calls)
+        for place, tensors in enumerate(whole if same else ()):
+            given = [part.given[place] for part in calls]
+            same = same and all(len(part) == len(tensors) for part in given)
+            for index, tensor in enumerate(tensors if same else ()):
+                same = same and all(p[index].shape[1:] == tensor.shape[1:] for p in given)
+                joined = torch.cat([p[index] for p in given]) if same else tensor
+                same = same and joined.shape == tensor.shape
+                same = same and torch.allclose(joined.double(), tensor.double(), 1e-4, 1e-5)
+        if not same:
+            raise WhaleError(
+                "the model's router loss is computed from tensors whose first dim is not the "
+                "tokens in the order of rows, so replicas cannot put theirs together",
+                hint="turn the router loss off (output_router_logits=False), or use wh.nn.MoE",
+            )
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    tensors = [t.to(dtype) if t.is_floating_point() else t for t in batches.leaves(batch)]
+    return batches.rebuild(batch, tensors)
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * max(abs(a), abs(b), 1e-12)
+
+
+def _distance(want: list[Tensor | None], got: list[Tensor | None]) -> float:
+    apart = size = 0.0
+    for a, b in zip(want, got, strict=True):
+        if a is None and b is None:
+            continue
+        a = torch.zeros_like(b) if a is None and b is not None else a
+        b = torch.zeros_like(a) if b is None and a is not None else b
+        assert a is not None and b is not None
+        apart += float((a - b).double().square().sum())
+        size += float(a.double().square().sum())
+    return float((apart / max(size, 1e-24)) ** 0.5)

@@ -1,9 +1,9 @@
 """Stacked experts of other libraries: found by what they hold and how they are called.
 
 Place in the flow: `engine.capture` gives them a forward that runs on fake tensors, `engine.match`
-asks for their split options, `engine.parts` for a balancing loss that their model adds. The sharded
-forward is `nn.moe.stacked`. transformers writes its experts so since version 5: Mixtral, Qwen-MoE,
-DeepSeek and many more.
+asks for their split options. The sharded forward is `nn.moe.stacked`, the balancing loss that their
+model may add `nn.router_losses`. transformers writes its experts so since version 5: Mixtral,
+Qwen-MoE, DeepSeek and many more.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from whale.engine.program import tensors_in
-from whale.errors import WhaleError
 from whale.ir.model_graph import SplitOption
-from whale.ir.plan import Plan
 from whale.ir.sharding import DimSharding
 from whale.nn.forwards import replace_forward
 from whale.nn.moe.experts import moe_ffn
@@ -93,30 +91,4 @@ def stacked_options(
                 params=tuple((names[id(p)], cut) for p in module.parameters()),
                 # What comes before it in its Layer has parameters, so its input has a gradient.
                 entered=int(grad or index > 0),
-            )
-
-
-def check_balance(model: nn.Module, plan: Plan) -> None:
-    """Refuses a balancing loss that transformers would average over each replica's own tokens.
-
-    It is a product of two means over tokens, so the mean of the replicas' losses is another loss.
-    Comparing parts with the whole would not show it: it is a thousandth of the loss.
-    """
-    replicas = max(len(stage.virtual_device.replicas) for stage in plan.stages)
-    if replicas > 1:
-        refuse_balance(model, f"and the plan has {replicas} replicas")
-
-
-def refuse_balance(model: nn.Module, why: str) -> None:
-    """Raises if a model of transformers adds a balancing loss to its own."""
-    for path, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "output_router_logits", False) and any(
-            map(is_stacked, module.modules())
-        ):
-            raise WhaleError(
-                f"{type(module).__name__}{f' at {path}' if path else ''} adds a balancing loss of "
-                f"the tokens it sees (config.output_router_logits = True), {why}",
-                hint="set model.config.output_router_logits = False; wh.nn.MoE balances over the "
-                "tokens of all replicas",
             )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.loss_parts import LossParts
 from whale.engine.program import Op, Program, Ref, ValueSpec, run_ops, tree_map
 from whale.errors import CaptureError
 from whale.nn.column_shard import plain
@@ -21,7 +22,6 @@ from whale.nn.randomness import KeyedRandom
 from whale.runtime import batch as batches
 from whale.runtime.context import StepContext
 from whale.runtime.executor import Outcome
-from whale.runtime.means import MeanTracker
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,32 +133,32 @@ class WholeStage:
         loss: batches.Loss | None,
         outputs: frozenset[str],
         random: KeyedRandom | None,
+        parts: LossParts,
     ) -> None:
         self.model, self.loss, self.outputs = model, loss, outputs
+        self.parts = parts
         self.random = random or nullcontext()
         self.draws = random is not None
         """Whether training draws random numbers in the user's own code."""
 
     def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
         """Runs the model on this rank's rows."""
-        tracker = MeanTracker()
+        tracker = self.parts.tracker(rows)
         loss = self.loss
 
         def tracked(output: Any, target: Any) -> Any:
             assert loss is not None
-            with tracker:
+            with tracker or nullcontext():
                 return loss(output, target)
 
-        with self.random if self.model.training else nullcontext():
+        with self.random if self.model.training else nullcontext(), self.parts.around(self.model):
             if loss is None:
-                with tracker:
+                with tracker or nullcontext():
                     named = batches.call_model(self.model, None, batch)
             else:
                 named = batches.call_model(self.model, tracked, batch)
-        value = named["loss"]
         return Outcome(
-            loss=value,
-            count=tracker.count(value, rows),
+            loss=self.parts.weigh(tracker, named["loss"]),
             named={name: plain(named.get(name)) for name in self.outputs},
         )
 
@@ -174,8 +174,10 @@ class CutStage:
         random: KeyedRandom | None,
         device: torch.device,
         context: StepContext,
+        parts: LossParts,
     ) -> None:
         self.part, self.outputs, self.device = part, outputs, device
+        self.parts = parts
         self.context = context
         self.random = random
         self.incoming: Mapping[int, list[int]] = part.incoming
@@ -204,13 +206,13 @@ class CutStage:
         """Runs this stage on its rows; `received` are the values from earlier stages."""
         values = dict(enumerate(batches.leaves(batch)))
         values.update(received)
-        tracker = MeanTracker()
+        tracker = self.parts.tracker(rows)
         random = self.random if self.model.training else None
-        with random or nullcontext():
+        with random or nullcontext(), self.parts.around(self.model):
             ops = self.part.ops
             shared = (rows, self.layers, self._state, self.device, self._before)
             run_ops(ops[: self.tail], values, *shared)
-            with tracker:
+            with tracker or nullcontext():
                 run_ops(ops[self.tail :], values, *shared)
         sent = {v for group in self.outgoing.values() for v in group}
         outcome = Outcome(values={v: plain(values[v]) for v in sorted(sent)})
@@ -220,7 +222,6 @@ class CutStage:
                 {name: self.part.result.get(name) for name in wanted},
                 lambda leaf: values[leaf.index] if isinstance(leaf, Ref) else leaf,
             )
-            outcome.loss = named["loss"]
-            outcome.count = tracker.count(named["loss"], rows)
+            outcome.loss = self.parts.weigh(tracker, named["loss"])
             outcome.named = {name: plain(named[name]) for name in self.outputs}
         return outcome

@@ -29,6 +29,7 @@ from whale.engine.face import Face, bare
 from whale.engine.gather import Gatherer
 from whale.engine.lower import Lowered, make_stages
 from whale.engine.outsiders import Outsiders
+from whale.engine.recheck import recheck
 from whale.engine.standing import load_into, runnable, write_back
 from whale.errors import WhaleError
 from whale.ir.measured import Measured, MeasuredDevice
@@ -51,13 +52,13 @@ class GlobalSums:
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         self.num_ranks = num_ranks
-        self.numbers = torch.zeros(2, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(3, dtype=torch.float64, device=device)
         self.work: dist.Work | None = None
         self.started = False
 
     def start(self, totals: Totals) -> None:
         """This rank's part is complete."""
-        self.numbers = torch.stack([totals.loss, totals.count])
+        self.numbers = totals.sums.clone()
         self._launch()
 
     def _launch(self) -> None:
@@ -65,13 +66,19 @@ class GlobalSums:
         if self.num_ranks > 1:
             self.work = dist.all_reduce(self.numbers, async_op=True)
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(loss, count) of the global batch; a rank that ran nothing adds zeros."""
         if not self.started:
             self._launch()
         if self.work is not None:
             self.work.wait()
-        return self.numbers
+        return loss_and_count(self.numbers)
+
+
+def loss_and_count(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean loss and its count, from what all parts added."""
+    count = torch.maximum(sums[1], sums[2])
+    return sums[0] / count, count
 
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -114,6 +121,8 @@ class Step:
         self._example = batches.take_rows(batch, 0, min(2, batches.num_rows(batch)))
         self._evaluating: Any = None
         self._gatherer = Gatherer(model, plan, lowered, rank)
+        weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)
+        self._recheck = recheck(lowered.model, loss, plan, rank, weighing, lowered.device)
         self.optimizer = self._make_optimizer(optimizer)
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._presence = Presence(trainable, lowered.params, lowered.device)
@@ -189,6 +198,8 @@ class Step:
             self._check_flags()
         self._face.say_mode()
         lowered.context.step = self.num_steps
+        if self._recheck is not None:
+            self._recheck.before(self.num_steps, batch)
         clock = lowered.executor.clock
         clock.begin_step()
         lowered.grads.zero()
@@ -196,12 +207,11 @@ class Step:
         with self._outsiders.watching(lowered.executor):
             totals = lowered.executor.run(batch, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
-        summed = sums.wait()
-        count = summed[1]
+        loss, count = sums.wait()
         max_norm = self._config.optimizer.max_grad_norm
         divide = self._config.communication.gradients_reduce_method == "mean"
         factor = 1.0 / count if divide else torch.ones_like(count)
-        metrics: dict[str, Any] = {"loss": summed[0] / count}
+        metrics: dict[str, Any] = {"loss": loss}
         flags = self._presence.flags(lowered.grads.touched)
         squares = lowered.grads.square_sum(lowered.device) if max_norm is not None else count
         shared = self._sum(torch.cat([squares.double().reshape(1), flags]))
@@ -264,8 +274,7 @@ class Step:
             executor.stages = training
             for module, flag in flags:
                 module.training = flag
-        summed = self._sum(torch.stack([totals.loss, totals.count]))
-        metrics: dict[str, Any] = {"loss": summed[0] / summed[1]}
+        metrics: dict[str, Any] = {"loss": loss_and_count(self._sum(totals.sums))[0]}
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
 
@@ -295,6 +304,7 @@ class Step:
                 None,
                 self._lowered.device,
                 self._lowered.context,
+                self._lowered.parts,
             )
         return self._evaluating
 

@@ -181,9 +181,18 @@ def _join(into: Counts, other: Counts) -> None:
 
 
 def line_through(a: float, b: float, rows: tuple[int, int]) -> Linear:
-    """The quantity that is `a` and `b` at two numbers of rows."""
+    """The quantity that is `a` and `b` at two numbers of rows; nowhere below zero.
+
+    What goes in steps (rooms of experts) or grows faster than rows has no such line. It is taken
+    for one through zero then, or for a constant.
+    """
     slope = (b - a) / (rows[1] - rows[0])
-    return Linear(fixed=a - slope * rows[0], per_row=slope)
+    fixed = a - slope * rows[0]
+    if slope < 0:
+        return Linear(fixed=max(a, b), per_row=0.0)
+    if fixed < -1e-6 * max(a, b):
+        return Linear(fixed=0.0, per_row=max(a / rows[0], b / rows[1]))
+    return Linear(fixed=fixed, per_row=slope)
 
 
 def costs(first: Counts, second: Counts, rows: tuple[int, int]) -> dict[str, Any]:

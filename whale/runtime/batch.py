@@ -92,13 +92,18 @@ def _walk(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: _walk(item, fn) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_walk(item, fn) for item in value)
+        return like_sequence(value, [_walk(item, fn) for item in value])
     if isinstance(value, (LazyBatch, LocalBatch)):
         raise WhaleError(
             f"a {type(value).__name__} stands where a whole global batch is needed",
             hint="parallelize takes `batch=next(iter(loader))`; batches of wh.shard go to the step",
         )
     return value
+
+
+def like_sequence(value: Any, items: list[Any]) -> Any:
+    """`items` in a list, tuple or named tuple as `value` is."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def leaves(batch: Any) -> list[torch.Tensor]:
@@ -177,10 +182,7 @@ def call_model(model: Callable[..., Any], loss: Loss | None, batch: Any) -> dict
         return named_outputs(out)
     inputs, target = split_target(batch)
     out = _apply(model, inputs)
-    value = loss(out, target)
-    named = {} if isinstance(value, torch.Tensor) else named_outputs(value)
-    if isinstance(value, torch.Tensor):
-        named["loss"] = value
+    named = named_outputs(loss(out, target), what="the loss function")
     named.setdefault("output", out)
     return named
 
@@ -210,22 +212,31 @@ def _apply(model: Callable[..., Any], inputs: Any) -> Any:
     return model(inputs)
 
 
-def named_outputs(out: Any) -> dict[str, Any]:
+def named_outputs(out: Any, what: str = "the model") -> dict[str, Any]:
     """A model's outputs by name; `loss` is found as Hugging Face models return it."""
-    if isinstance(out, torch.Tensor):
+    if isinstance(out, torch.Tensor | int | float):
         named: dict[str, Any] = {"loss": out}
     elif isinstance(out, Mapping):
         named = dict(out)
     elif isinstance(out, (tuple, list)) and out:
         named = {"loss": out[0], **{str(i): item for i, item in enumerate(out)}}
     else:
-        named = {key: item for key, item in vars(out).items() if item is not None}
+        fields = getattr(type(out), "__slots__", ()) or getattr(out, "__dict__", ())
+        found = {key: getattr(out, key, None) for key in fields}
+        named = {key: item for key, item in found.items() if item is not None}
     value = named.get("loss")
-    if not isinstance(value, torch.Tensor) or value.dim() != 0:
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        raise WhaleError(
-            f"the model returned no scalar loss (found {type(out).__name__}, loss shape {shape})",
-            hint="return the loss, or a mapping or tuple that has it first, or pass `loss=` to "
-            "parallelize",
-        )
-    return named
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return named
+    if isinstance(value, torch.Tensor):
+        said = f"a `loss` of shape {tuple(value.shape)}, not one number"
+        hint = "reduce it: loss.mean(), or wh.weighted_mean(loss.sum(), count); "
+        hint += "a model that returns its output needs `loss=` in parallelize"
+    elif value is not None:
+        said = f"a `loss` that is {type(value).__name__}, not a tensor"
+        hint = "return the tensor itself, without .item() or float()"
+    else:
+        keys = f" with {', '.join(map(str, named))}" if named else ""
+        said = f"{type(out).__name__}{keys}, and no loss"
+        hint = "return the loss, or a mapping or tuple that has it first, or pass `loss=` to "
+        hint += "parallelize; models of transformers compute it when the batch has `labels`"
+    raise WhaleError(f"{what} returned {said}", hint=hint)

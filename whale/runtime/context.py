@@ -25,6 +25,8 @@ class StepContext:
     micro_rows: int = 0
     first_row: int = 0
     rows: int = 0
+    batch_rows: int = 0
+    """Rows of the global batch."""
     layer_call: int = 0
     """How many times the Layer now running was called before in this forward, over all stages."""
     layer_entry: int = 0

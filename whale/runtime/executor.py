@@ -24,18 +24,18 @@ from whale.runtime.context import StepContext, step_backward
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.outputs import Part
 from whale.runtime.transfers import Channels
+from whale.runtime.weighing import Weighed
 
 
 @dataclass(slots=True)
 class Outcome:
     """What a stage's forward made.
 
-    Values for other stages, and the loss in the stage that has it.
+    Values for other stages, and what it adds to the loss in the stage that has it.
     """
 
     values: dict[int, torch.Tensor] = field(default_factory=dict)
-    loss: torch.Tensor | None = None
-    count: torch.Tensor | None = None
+    loss: Weighed | None = None
     named: dict[str, Any] = field(default_factory=dict)
 
 
@@ -113,8 +113,8 @@ class _Arrival:
 class Totals:
     """A rank's contribution to the step's global numbers."""
 
-    loss: torch.Tensor
-    count: torch.Tensor
+    sums: torch.Tensor
+    """[3]: what it adds to the loss, to the count, and to the least the count is taken for."""
     named: list[Part]
 
 
@@ -172,8 +172,8 @@ class Executor:
         total_rows = batches.num_rows(batch)
         self._cuts = micro_batch_cuts(total_rows, self.plan.num_micro_batch)
         self._batch, self._grads = batch, grads
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._totals = Totals(zero.clone(), zero.clone(), [])
+        self.context.batch_rows = total_rows
+        self._totals = Totals(torch.zeros(3, dtype=torch.float64, device=self.device), [])
         last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
         ends = {i: frozenset(s for s, j in last.items() if j > i) for i in last.values()}
         forwards = max((i for i, a in enumerate(actions) if a.kind in ("F", "SF")), default=-1)
@@ -229,12 +229,11 @@ class Executor:
         begun = self.clock.begin_compute()
         outcome = self._forward(module, part, received, rows)
         self.clock.end_compute(begun, "F", stage, rows)
-        if outcome.loss is not None and outcome.count is not None:
+        if outcome.loss is not None:
             _, shard = self.plan.stages[stage].virtual_device.position(self.rank)
             if shard == 0:
-                weight = outcome.count.double()
-                self._totals.loss += outcome.loss.detach().double() * weight
-                self._totals.count += weight
+                added = (outcome.loss.total.detach(), outcome.loss.count, outcome.loss.floor)
+                self._totals.sums += torch.stack([number.double() for number in added])
                 named = {name: _detached(value) for name, value in outcome.named.items()}
                 self._totals.named.append((self.context.first_row, rows, named))
             outcome.named = {}
@@ -287,10 +286,10 @@ class Executor:
         module = self.stages[stage]
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
-        loss, count = flight.outcome.loss, flight.outcome.count
-        if loss is not None and count is not None and loss.requires_grad:
-            roots.append(loss)
-            seeds.append(count.to(loss.dtype).reshape(loss.shape))
+        loss = flight.outcome.loss
+        if loss is not None and loss.total.requires_grad:
+            roots.append(loss.total)
+            seeds.append(torch.ones_like(loss.total))
         totals: dict[int, torch.Tensor] = {}
         for target, values in module.outgoing.items():
             for value in values:

@@ -1,163 +1,230 @@
-"""Means seen as sums: a loss averaged in parts is still the mean of the global batch.
+"""Means of torch seen as sums and counts, and `wh.weighted_mean`, which says both itself.
 
-Place in the flow: wraps the code that computes the loss. A mean-reducing loss returns the same
-value as before; beside it the mode keeps *how many* elements it averaged, so that the executor can
-weigh each part by its count and divide once by the global count (design, decision 5). Means of
-different counts in one loss cannot be weighed by one number and are refused.
+Place in the flow: used by `runtime.weighing`, which follows them to the loss. A mean over rows
+cannot be added up over replicas; the sum and the count it is made of can (design, decision 5).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import _reduction
 from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
+from torch.overrides import handle_torch_function, has_torch_function
 
 from whale.errors import WhaleError
 
-Count = tuple[torch.Tensor, tuple[Any, ...]]
-"""Number of averaged elements, and what it was counted from: equal origins are equal counts."""
+Number = Tensor | float
 
 
-def _labels(input: Any, target: Any, weight: Any, ignore_index: int) -> Count:
-    if target.is_floating_point():
-        rows = input.numel() // max(1, input.shape[1] if input.dim() > 1 else 1)
-        return torch.full((), float(rows), device=target.device), ("rows", rows)
-    valid = target != ignore_index
-    origin = ("labels", target.data_ptr(), tuple(target.shape), ignore_index, weight is None)
-    if weight is None:
-        return valid.sum(), origin
-    picked = weight[torch.where(valid, target, torch.zeros_like(target))]
-    return (picked * valid).sum(), (*origin, weight.data_ptr())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """What a mean divides by: a sum over rows, without a gradient.
 
-
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> tuple[Any, Count] | None:
-    if reduction != "mean" or size_average is not None or reduce is not None:
-        return None
-    total = F.cross_entropy(
-        input,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
-    return total, _labels(input, target, weight, ignore_index)
-
-
-def _nll_loss(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> tuple[Any, Count] | None:
-    if reduction != "mean" or size_average is not None or reduce is not None:
-        return None
-    total = F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction="sum")
-    return total, _labels(input, target, weight, ignore_index)
-
-
-def _elements(function: Callable[..., Any]) -> Callable[..., tuple[Any, Count] | None]:
-    def counted(input: Any, target: Any, *args: Any, **kwargs: Any) -> tuple[Any, Count] | None:
-        if args or kwargs.get("reduction", "mean") != "mean" or kwargs.get("weight") is not None:
-            return None
-        if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
-            return None
-        total = function(input, target, **{**kwargs, "reduction": "sum"})
-        size = torch.broadcast_shapes(input.shape, target.shape).numel()
-        return total, (torch.full((), float(size), device=input.device), ("elements", size))
-
-    return counted
-
-
-def _mean(input: Any, *args: Any, **kwargs: Any) -> tuple[Any, Count] | None:
-    if args or kwargs or not input.is_floating_point():
-        return None
-    size = input.numel()
-    return input.sum(), (torch.full((), float(size), device=input.device), ("elements", size))
-
-
-_MEANS: dict[Any, Callable[..., tuple[Any, Count] | None]] = {
-    F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
-    F.mse_loss: _elements(F.mse_loss),
-    F.l1_loss: _elements(F.l1_loss),
-    F.smooth_l1_loss: _elements(F.smooth_l1_loss),
-    F.huber_loss: _elements(F.huber_loss),
-    F.binary_cross_entropy: _elements(F.binary_cross_entropy),
-    F.binary_cross_entropy_with_logits: _elements(F.binary_cross_entropy_with_logits),
-    torch.mean: _mean,
-    torch.Tensor.mean: _mean,
-}
-# What a loss may go through and still be weighed by its count.
-_LINEAR = frozenset(
-    "mul __mul__ __rmul__ div __truediv__ neg __neg__ add __add__ __radd__ sub __sub__ __rsub__ "
-    "__iadd__ add_ float double to clone view reshape squeeze".split()
-)
-
-
-class MeanTracker(TorchFunctionMode):
-    """Follows means to the loss.
-
-    After the code ran, `count(loss)` says how many elements it averaged.
+    Attributes:
+        value: The count of these rows.
+        origin: What was counted: equal origins count alike on every part.
+        per: `value` is this many times what `origin` counts.
+        extra: Added once to the count of all parts (an epsilon).
+        floor: The least that the count of all parts is taken for (`clamp(min=...)`).
+        keep: Tensors whose addresses are in `origin`.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[int, Count] = {}
-        self.keep: list[torch.Tensor] = []
-        self.clash: list[int] = []
+    value: Tensor
+    origin: tuple[Any, ...]
+    per: float = 1.0
+    extra: Number = 0.0
+    floor: Number = 0.0
+    keep: tuple[Tensor, ...] = ()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        mean = _MEANS.get(func)
-        if mean is not None:
-            found = mean(*args, **kwargs)
-            if found is not None:
-                total, count = found
-                # An empty part (no valid label, no row) averages to 0, not to nan; its weight is 0.
-                return self._track(total / count[0].clamp(min=1).to(total.dtype), count)
-        out = func(*args, **kwargs)
-        if self.counts and getattr(func, "__name__", "") in _LINEAR:
-            known = [c for a in args if (c := self.counts.get(id(a))) is not None]
-            if known and isinstance(out, torch.Tensor) and out.dim() == 0:
-                self._track(out, known[0])
-                if any(c[1] != known[0][1] for c in known) or any(
-                    id(a) in self.clash for a in args
-                ):
-                    self.clash.append(id(out))
-        return out
 
-    def _track(self, out: torch.Tensor, count: Count) -> torch.Tensor:
-        self.keep.append(out)
-        self.counts[id(out)] = count
-        return out
+Known = tuple[Tensor, Count | None]
+"""(the sum, its count); a loss that is a sum has no count."""
 
-    def count(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
-        """The weight of a part: its count, or its rows for a loss that is no known mean."""
-        if id(loss) in self.clash:
-            raise WhaleError(
-                "the loss adds means over different numbers of elements, which no single weight "
-                "makes exact",
-                hint="return one mean, or give every term the same count",
-            )
-        found = self.counts.get(id(loss))
-        if found is None:
-            return torch.full((), float(rows), device=loss.device)
-        return found[0].detach()
+
+def weighted_mean(total: Tensor, count: Number) -> Tensor:
+    """`total / count`, known to Whale as a mean: `total` and `count` are sums over rows.
+
+    Over several replicas or micro-batches it is the sum of all totals by the sum of all counts,
+    whatever else the loss code does to compute the two. Without Whale it is a division.
+
+    Args:
+        total: A sum over the rows at hand, with a gradient.
+        count: How many elements, or which weight, it is the sum of; it may be 0 where others have
+            some.
+
+    Example:
+        >>> mask = torch.tensor([1.0, 1.0, 0.0])
+        >>> weighted_mean((torch.tensor([1.0, 3.0, 9.0]) * mask).sum(), mask.sum())
+        tensor(2.)
+    """
+    tensors = tuple(t for t in (total, count) if isinstance(t, Tensor))
+    if has_torch_function(tensors):
+        return handle_torch_function(weighted_mean, tensors, total, count)  # type: ignore[no-any-return]
+    return total / count
+
+
+def elements(size: int, rows: int, like: Tensor, *, ragged: bool) -> Count:
+    """The count of a mean over `size` elements; `ragged`: how many depends on values."""
+    value = torch.full((), float(size), device=like.device)
+    if ragged or (rows and size % rows):
+        return Count(value=value, origin=("elements", id(value)), keep=(value,))
+    return Count(value=value, origin=("rows",), per=size / rows if rows and size else 1.0)
+
+
+def summed_count(weights: Tensor) -> Count:
+    """The count of a mean weighed by `weights`."""
+    return Count(value=weights.detach().sum(), origin=address("sum", weights), keep=(weights,))
+
+
+def address(kind: str, tensor: Tensor) -> tuple[Any, ...]:
+    """Names the values of a tensor that is kept alive."""
+    place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) if tensor.numel() else ()
+    return (kind, *place, tensor.dtype, tensor._version)
+
+
+# ---- torch's own losses --------------------------------------------------------------------------
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def known_mean(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, ragged: bool
+) -> Known | None:
+    """(sum, count) of a call of one of torch's losses or of `weighted_mean`; None of any other."""
+    if function is weighted_mean:
+        return _told(*args, **kwargs)
+    how = _LOSSES.get(function)
+    if how is None:
+        return None
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    said = dict(bound.arguments)
+    if said.get("size_average") is not None or said.get("reduce") is not None:
+        said["reduction"] = _reduction.legacy_get_string(said["size_average"], said["reduce"])
+    said.pop("size_average", None)
+    said.pop("reduce", None)
+    reduction = said.pop("reduction")
+    if reduction not in ("mean", "sum", "batchmean"):
+        return None
+    first = next(iter(said))
+    if said[first].dtype == torch.float16:
+        said[first] = said[first].float()  # a sum of many may be more than float16 holds
+    return how(function, said, reduction, rows, ragged)
+
+
+def _told(total: Tensor, count: Number) -> Known:
+    if not isinstance(count, Tensor):
+        count = torch.full((), float(count), device=total.device)
+    if count.requires_grad:
+        raise WhaleError(
+            "wh.weighted_mean: `count` has a gradient",
+            hint="a count is a constant: pass count.detach(), or weights that are not learned",
+        )
+    return total, Count(value=count, origin=("told", id(count)), keep=(count,))
+
+
+def _labelled(
+    function: Any, said: dict[str, Any], reduction: str, rows: int, ragged: bool
+) -> Known:
+    total = function(**said, reduction="sum")
+    if reduction == "sum":
+        return total, None
+    target, weight = said["target"], said["weight"]
+    if target.is_floating_point():
+        inputs = said["input"]
+        size = inputs.numel() // max(1, inputs.shape[1 if inputs.dim() > 1 else 0])
+        return total, elements(size, rows, target, ragged=ragged)
+    valid = target != said["ignore_index"]
+    origin = (*address("labels", target), said["ignore_index"])
+    if weight is None:
+        return total, Count(value=valid.sum(), origin=origin, keep=(target,))
+    picked = weight.detach()[torch.where(valid, target, torch.zeros_like(target))]
+    origin += address("weight", weight)
+    return total, Count(value=(picked * valid).sum(), origin=origin, keep=(target, weight))
+
+
+def _each(
+    function: Any, said: dict[str, Any], reduction: str, rows: int, ragged: bool
+) -> Known | None:
+    """A loss whose mean is that of the elements of its `reduction="none"`."""
+    weight = said.get("weight") if function in _WEIGHED else None
+    if weight is not None and weight.requires_grad:
+        return None  # its sum has a gradient too
+    each = function(**said, reduction="none")
+    total = each.sum()
+    if reduction == "sum":
+        return total, None
+    if reduction == "batchmean":
+        return total, elements(said["input"].shape[0], rows, total, ragged=ragged)
+    if weight is not None:
+        return total, summed_count(weight)
+    return total, elements(each.numel(), rows, total, ragged=ragged)
+
+
+def _broadcast(
+    function: Any, said: dict[str, Any], reduction: str, rows: int, ragged: bool
+) -> Known | None:
+    """The same where the sum needs no tensor of all elements."""
+    if said.get("weight") is not None:
+        return _each(function, said, reduction, rows, ragged)
+    total = function(**said, reduction="sum")
+    if reduction == "sum":
+        return total, None
+    size = torch.broadcast_shapes(said["input"].shape, said["target"].shape).numel()
+    return total, elements(size, rows, total, ragged=ragged)
+
+
+def _ctc(function: Any, said: dict[str, Any], reduction: str, rows: int, ragged: bool) -> Known:
+    """By the length of each target first, then over the batch."""
+    each = function(**said, reduction="none")
+    if reduction == "sum":
+        return each.sum(), None
+    lengths = torch.as_tensor(said["target_lengths"], device=each.device).clamp(min=1)
+    return (each / lengths.to(each.dtype)).sum(), elements(each.numel(), rows, each, ragged=ragged)
+
+
+# With a weight these divide by its sum; others only multiply by it.
+_WEIGHED = frozenset({F.mse_loss, F.l1_loss, F.huber_loss})
+_LOSSES: dict[Any, Callable[[Any, dict[str, Any], str, int, bool], Known | None]] = {
+    F.cross_entropy: _labelled,
+    F.nll_loss: _labelled,
+    F.ctc_loss: _ctc,
+    **dict.fromkeys(
+        (
+            F.mse_loss,
+            F.l1_loss,
+            F.smooth_l1_loss,
+            F.huber_loss,
+            F.binary_cross_entropy,
+            F.binary_cross_entropy_with_logits,
+        ),
+        _broadcast,
+    ),
+    **dict.fromkeys(
+        (
+            F.kl_div,
+            F.poisson_nll_loss,
+            F.gaussian_nll_loss,
+            F.hinge_embedding_loss,
+            F.margin_ranking_loss,
+            F.cosine_embedding_loss,
+            F.triplet_margin_loss,
+            F.triplet_margin_with_distance_loss,
+            F.soft_margin_loss,
+            F.multilabel_margin_loss,
+            F.multi_margin_loss,
+            F.multilabel_soft_margin_loss,
+        ),
+        _each,
+    ),
+}

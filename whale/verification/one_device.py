@@ -27,7 +27,7 @@ from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
-from whale.runtime.means import MeanTracker
+from whale.runtime.weighing import MeanTracker
 from whale.verification.verdict import Mismatch
 
 PLAIN = "plain torch, one process, the same global micro-batches in order"
@@ -131,11 +131,14 @@ def _accumulate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, torch
     dtype = torch.float64
     for low, high in _micro_batches(batches.num_rows(batch), task.plan.num_micro_batch):
         part = batches.take_rows(batch, low, high)
-        value, tracker = _tracked(model, task.loss, part)
-        weight = tracker.count(value, high - low).double()
-        torch.autograd.backward(value, weight.to(value.dtype))
-        total += value.detach().double() * weight
-        count += weight
+        value, tracker = _tracked(model, task.loss, part, high - low)
+        part_total, part_count = value, torch.ones((), dtype=torch.float64)
+        if task.plan.num_micro_batch > 1:
+            weighed = tracker.weigh(value, (high - low) / batches.num_rows(batch))
+            part_total, part_count = weighed.total, weighed.count
+        torch.autograd.backward(part_total)
+        total += part_total.detach().double()
+        count += part_count.double()
         dtype = value.dtype
     mean = total / count
     if not torch.isfinite(mean):
@@ -150,9 +153,11 @@ def _accumulate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, torch
     return mean, dtype
 
 
-def _tracked(model: nn.Module, loss: batches.Loss | None, part: Any) -> tuple[Tensor, MeanTracker]:
+def _tracked(
+    model: nn.Module, loss: batches.Loss | None, part: Any, rows: int
+) -> tuple[Tensor, MeanTracker]:
     """The loss of some rows, and what it is a mean over."""
-    tracker = MeanTracker()
+    tracker = MeanTracker(rows)
     if loss is None:
         with tracker:
             return batches.call_model(model, None, part)["loss"], tracker

@@ -168,13 +168,13 @@ def chosen_by_experts(
 ) -> Routed:
     """Expert choice: every expert takes its best tokens of the global micro-batch.
 
-    `ids` are [T, E], and a token may have none, or several. It looks at all tokens, also later
-    ones: for encoders.
+    `ids` are [T, E], and a token may have none, or several. It looks at all tokens that are
+    `valid`, also later ones: for encoders.
     """
     num_tokens, num_experts = scores.shape
     wanted = scores.detach()
     if valid is not None:
-        # Below every probability: chosen only when nothing else is left, and then taken back.
+        # Below every probability: behind all others in every expert's order.
         wanted = torch.where(valid.unsqueeze(1), wanted, -1.0)
     here = scores.new_tensor([num_tokens], dtype=torch.long)
     # A shape that depends on the others' rows cannot be known without them; alone it can.
@@ -182,7 +182,16 @@ def chosen_by_experts(
     everyone = meeting.rows(wanted, sizes)
     room = min(len(everyone), capacity_of(len(everyone), factor, num_experts))
     best = torch.sort(everyone, dim=0, descending=True, stable=True).indices[:room]
-    taken = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, best, True) & (everyone >= 0)
+    taken = torch.zeros_like(everyone, dtype=torch.bool)
+    if valid is None:
+        taken.scatter_(0, best, True)
+    else:
+        # Padding takes no room: an expert's room is that of the valid tokens.
+        total = (everyone[:, 0] >= 0).sum()
+        own = torch.ceil(total.double() * factor / num_experts).clamp(min=1)
+        places = torch.arange(room, device=scores.device).unsqueeze(1)
+        taken.scatter_(0, best, (places < own).expand(best.shape))
+        taken &= everyone >= 0
     first = sum(sizes[: meeting.index])
     mine = taken.narrow(0, first, num_tokens)
     experts = torch.arange(num_experts, device=scores.device)

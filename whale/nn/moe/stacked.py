@@ -2,8 +2,9 @@
 
 Place in the flow: installed by the rule `stacked experts` (`engine.stacked_experts` finds the
 modules). Such a module has no router: it is called with `(hidden_states [T, d], top_k_index [T, k],
-top_k_weights [T, k])` and gives the weighted sum of each token's experts. Every choice finds room,
-so members need nothing of each other but how many rows go where.
+top_k_weights [T, k])` and gives the weighted sum of each token's experts. An index that is no
+expert's (-1, or the number of experts) is no choice. Every choice finds room, so members need
+nothing of each other but how many rows go where.
 
 | the group | what happens |
 |---|---|
@@ -99,7 +100,8 @@ class StackedForward:
         """Every member has rows of its own."""
         shard = self.shard
         size = len(shard.cuts) - 1
-        (order, counts, _), inverse = permute.route(ids, shard.cuts[-1])
+        known = (ids >= 0) & (ids < shard.cuts[-1])
+        (order, counts, _), inverse = permute.route(torch.where(known, ids, -1), shard.cuts[-1])
         # [members, experts]: what each has for each expert. The sizes of an all-to-all are the
         # host's, so this is where it waits for the device.
         all_counts = collectives.gather(counts[None].long(), 0, [1] * size, shard.group).cpu()
@@ -111,8 +113,11 @@ class StackedForward:
             return self._experts(arrived, here.repeat_interleave(counts))
 
         rows = permute.gather_rows(tokens, order, ids.shape[1], inverse)
-        returned = self.exchange.there_and_back(rows, all_counts, compute)
-        return permute.combine(returned, order, gates, inverse)
+        routed = int(all_counts[shard.index].sum())
+        returned = self.exchange.there_and_back(rows[:routed], all_counts, compute)
+        # Choices of no expert come last, and nothing comes back for them.
+        padded = F.pad(returned, (0, 0, 0, len(rows) - routed))
+        return permute.combine(padded, order, gates, inverse)
 
     def _experts(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Each row through its one expert, of those that are here."""

@@ -1,0 +1,150 @@
+"""Held: a model whose rows do not interact and which draws nothing, for trials.
+
+Place in the flow: used by `engine.parts`. What rows do to each other by design (batch norm, experts
+with limited room, balancing losses) Whale computes over all replicas. Here it is held fixed, so
+that what is left can be compared in parts. The user's model, its buffers and its generator stay as
+they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from whale.nn.moe.layer import MoE
+
+MOST_COPIED = 100_000_000
+"""Parameters of the largest model that is copied to float64 for a trial."""
+HELD_LOSS = 0.37
+"""What a balancing loss is held at."""
+NOISE = 0.1
+"""Of a parameter's size, added to it: a head of zeros would hide which row weighs what."""
+
+
+def noisy_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model in `dtype`, its weights a little off."""
+    made = copy.deepcopy(model).to(dtype)
+    generator = torch.Generator().manual_seed(20)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.is_floating_point() and parameter.numel():
+                size = float(parameter.square().mean().sqrt()) or 1.0
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.add_((NOISE * size * noise).to(parameter))
+    return made
+
+
+@contextmanager
+def held(model: nn.Module, *, training: bool = True) -> Iterator[None]:
+    """Inside, it is in training mode, but batch norms are not, and experts have room for all."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    changes: list[tuple[nn.Module, dict[str, Any]]] = []
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.training = False
+        elif isinstance(module, MoE):
+            changes.append((module, _experts(module)))
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            changes.append((module, {"dropout": 0.0}))
+    before = [{k: vars(m)[k] for k in new if k in vars(m)} for m, new in changes]
+    for module, new in changes:
+        vars(module).update(new)
+    try:
+        yield
+    finally:
+        for (module, new), old in zip(changes, before, strict=True):
+            for key in new:
+                del vars(module)[key]
+            vars(module).update(old)
+        for module, flag in flags:
+            module.training = flag
+
+
+def _experts(module: MoE) -> dict[str, Any]:
+    """Attributes with which every token finds room, and the loss is a constant."""
+
+    def loss(logits: Tensor, *_: Any) -> Tensor:
+        return logits.new_full((), HELD_LOSS)
+
+    kind = "top-k" if module.router_kind == "expert-choice" else module.router_kind
+    return {"capacity_factor": None, "router_kind": kind, "_loss": loss}
+
+
+class Quiet(TorchFunctionMode):
+    """Random functions give constants, dropout gives its input.
+
+    Attributes:
+        narrow: Whether anything was computed in less than float64.
+        half: Whether in less than float32.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = self.half = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = self._quiet(func, args, dict(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and out.dtype != torch.float64:
+            self.narrow = True
+            self.half = self.half or out.dtype != torch.float32
+        return out
+
+    @staticmethod
+    def _quiet(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            kwargs.pop("dropout_p", None)
+        if name in _FILLS:
+            with torch.no_grad():
+                return args[0].fill_(0.5)
+        if name in ("bernoulli", "normal") and args and isinstance(args[0], Tensor):
+            return torch.full_like(args[0], 0.5) if name == "bernoulli" else args[0].clone()
+        if name in _DRAWS:
+            like = name.endswith("_like")
+            made = func(*args, **kwargs)
+            return torch.full_like(args[0] if like else made, 0.5).to(made.dtype)
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = frozenset(
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout "
+    "dropout_ rrelu".split()
+)
+_FILLS = frozenset("uniform_ normal_ bernoulli_ exponential_ log_normal_ cauchy_".split())
+_DRAWS = frozenset("rand randn rand_like randn_like normal".split())
+
+
+@contextmanager
+def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, code may draw and may write buffers; afterwards both are as before."""
+    copies: dict[int, Tensor] = {}
+    kept = []
+    for module in model.modules():
+        kept.append((module, dict(module._buffers)))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+    devices = sorted({t.device.index for t in model.parameters() if t.is_cuda})
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=devices):
+        if dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+            for module, buffers in kept:
+                module._buffers.update(buffers)

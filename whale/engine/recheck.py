@@ -1,0 +1,77 @@
+"""Recheck: parts against whole once more, on rows that are being trained on.
+
+Place in the flow: called by Step before steps 1, 2, 4, 8, ... The trial at build knows one batch
+and what `engine.variants` makes of it; later ones may have what neither had. It costs a few
+forwards of a few rows without gradients and no communication, so it runs only where a rank computes
+its rows alone: one stage, nothing split, nothing for which replicas meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.engine.parts import Rows
+from whale.errors import WhaleError
+from whale.ir.plan import Plan
+from whale.ir.virtual_device import micro_batch_cuts
+from whale.runtime import batch as batches
+from whale.runtime.weighing import Weighing
+
+_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recheck:
+    """Compares the loss of a few of a rank's rows with that of the same rows in two parts."""
+
+    model: nn.Module
+    loss: batches.Loss | None
+    plan: Plan
+    rank: int
+    weighing: Weighing
+    device: torch.device
+
+    def before(self, step: int, batch: Any) -> None:
+        """Raises where this step's rows show that the loss is not weighed as it should be."""
+        if step == 0 or step & (step - 1):
+            return
+        few = self._few(batch)
+        if few is None:
+            return
+        kind = next((p.dtype for p in self.model.parameters()), torch.float32)
+        rows = Rows(self.model, self.loss, few, kind, copied=False, training=False)
+        try:
+            rows.again(self.weighing)
+        except WhaleError as error:
+            raise WhaleError(
+                f"in step {step} on rank {self.rank}, {error.message}",
+                hint="give parallelize a batch like this one to see it at build",
+            ) from error
+
+    def _few(self, batch: Any) -> Any | None:
+        """The first of this rank's rows; None: it has too few."""
+        high = micro_batch_cuts(batches.num_rows(batch), self.plan.num_micro_batch)[1]
+        start, end = self.plan.stages[0].virtual_device.rows(self.rank, high)
+        if end - start < 2:
+            return None
+        return batches.take_rows(batch, start, min(end, start + _ROWS), self.device)
+
+
+def recheck(
+    model: nn.Module,
+    loss: batches.Loss | None,
+    plan: Plan,
+    rank: int,
+    weighing: Weighing | None,
+    device: torch.device,
+) -> Recheck | None:
+    """What Step calls; None where a rank cannot compute a loss by itself, or need not."""
+    alone = len(plan.stages) == 1 and not any(t.splits for t in plan.taskgraphs)
+    meets = any(any(layer.meets) for stage in plan.stages for layer in stage.layers)
+    if weighing is None or weighing.joins or not alone or meets or not plan.stages_of(rank):
+        return None
+    return Recheck(model=model, loss=loss, plan=plan, rank=rank, weighing=weighing, device=device)

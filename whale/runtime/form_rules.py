@@ -1,0 +1,373 @@
+"""Rules: the Form of what a torch function gives, from the Forms of what it was given.
+
+Place in the flow: `runtime.weighing` asks them at every call the loss code makes. A rule that does
+not apply gives None, and so does a function without one: the result then has no Form.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whale.runtime import forms
+from whale.runtime.forms import Form, Term
+from whale.runtime.means import Count, address, elements, summed_count
+
+Marks = dict[int, "weakref.ref[Tensor]"]
+
+
+class FormTable:
+    """The Forms of the tensors seen so far, and what else is known of them.
+
+    Attributes:
+        rows: Rows of the part being computed.
+        ragged: Tensors whose size depends on values.
+        constant: Tensors made of parameters alone.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.ragged: Marks = {}
+        self.constant: Marks = {}
+        self._forms: dict[int, Form] = {}
+        self._keep: list[Tensor] = []
+
+    def form(self, value: Any) -> Form | None:
+        """How it is made, if that is known."""
+        return self._forms.get(id(value)) if isinstance(value, Tensor) else None
+
+    def set(self, out: Tensor, form: Form) -> Tensor:
+        """`out` is made so."""
+        self._keep.append(out)
+        self._forms[id(out)] = form
+        return out
+
+    def forget(self, out: Tensor) -> None:
+        """`out` was changed by something unknown."""
+        self._forms.pop(id(out), None)
+
+    def has_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether any argument has one."""
+        return bool(self._forms) and any(id(t) in self._forms for t in tensors(args, kwargs))
+
+    def has_ragged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether any argument's size depends on values."""
+        return bool(self.ragged) and any(id(t) in self.ragged for t in tensors(args, kwargs))
+
+    def fixed(self, x: Any) -> bool:
+        """Whether no row has a part in it."""
+        return isinstance(x, nn.Parameter) or id(x) in self.constant
+
+    def over_rows(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a reduction leaves no rows: that of all dims, or of the first if it is theirs."""
+        dims = _dims(args, kwargs)
+        if dims is None or not x.dim():
+            return True
+        own = {d % x.dim() for d in dims}
+        return len(own) == x.dim() or (0 in own and x.shape[0] == self.rows)
+
+    def mark(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, ragged: bool
+    ) -> None:
+        """Notes of a result whether its size depends on values, or nothing of it on rows."""
+        if ragged or name in _RAGGED or _masks(name, args):
+            _note(self.ragged, out)
+        elif not (args and isinstance(args[0], Tensor)) or self.fixed(args[0]):
+            given = list(tensors(args, kwargs))
+            if given and all(map(self.fixed, given)):
+                _note(self.constant, out)
+
+
+def _masks(name: str, args: tuple[Any, ...]) -> bool:
+    if name == "where":
+        return len(args) == 1
+    if name != "__getitem__":
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index)
+
+
+def _note(table: Marks, out: Any) -> None:
+    for tensor in out if isinstance(out, (tuple, list)) else (out,):
+        if isinstance(tensor, Tensor):
+            key = id(tensor)
+            table[key] = weakref.ref(tensor, lambda _, key=key: table.pop(key, None))  # type: ignore[misc]
+
+
+def mean_of_rows(
+    t: FormTable, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, ragged: bool
+) -> tuple[Tensor, Count] | None:
+    """(sum, count) of a mean over all elements, or over the rows of each of the others."""
+    x = args[0] if args else kwargs["input"]
+    if not x.is_floating_point() or not x.dim() or kwargs.get("out") is not None:
+        return None
+    if not t.over_rows(x, args, kwargs) or t.fixed(x):
+        return None
+    more = {key: value for key, value in kwargs.items() if key != "input"}
+    if name == "nanmean":
+        whole = _dims(args, kwargs) is None
+        return (x.nansum(), summed_count(~x.isnan())) if whole else None
+    # A sum of many may be more than float16 holds.
+    narrow = x.dtype == torch.float16 and _dims(args, kwargs) is None and not more.get("dtype")
+    total = torch.sum(x.float() if narrow else x, *args[1:], **more)
+    size = x.numel() // max(1, total.numel())
+    return total, elements(size, t.rows, x, ragged=ragged)
+
+
+def tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among arguments."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """The dims of a reduction; None: all."""
+    said = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    if said is None or isinstance(said, torch.dtype):
+        return None
+    if isinstance(said, int):
+        return (said,)
+    return tuple(said) or None
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+def _sum(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    x = args[0] if args else kwargs["input"]
+    form = t.form(x)
+    if form is not None:
+        more = {key: value for key, value in kwargs.items() if key != "input"}
+        if form.inverse or form.floor or (not form.summed and not t.over_rows(x, args, kwargs)):
+            return None
+        return forms.each(form, lambda total: func(total, *args[1:], **more), summed=True)
+    if not x.dim() or t.fixed(x) or not t.over_rows(x, args, kwargs):
+        return None
+    # A copy: the user's may be changed in place.
+    term = Term(total=out.clone(), size=0 if id(x) in t.ragged else x.numel())
+    return Form(terms=(term,), origin=address("sum", x), keep=(x,))
+
+
+def _mean_of(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    form = t.form(args[0] if args else kwargs["input"])
+    if form is None or not form.summed or form.inverse or form.floor:
+        return None
+    if args[1:] or set(kwargs) - {"dim"}:
+        return None
+    return forms.each(form, lambda total: func(total, **kwargs))
+
+
+def _product(t: FormTable, func: Any, args: Any, kwargs: Any, out: Any) -> Form | None:
+    """dot, einsum and the like, if they leave one number."""
+    if not isinstance(out, Tensor) or out.dim():
+        return None
+    given = list(tensors(args, kwargs))
+    made = [form for x in given if (form := t.form(x)) is not None]
+    if not made:
+        if any(t.fixed(x) or not x.dim() for x in given):
+            return None
+        total = out.clone()
+        return Form(terms=(Term(total=total),), origin=("sum", id(total)), keep=(total,))
+    if len(made) > 1 or made[0].inverse or made[0].floor:
+        return None
+
+    def again(total: Tensor) -> Tensor:
+        new = [total if t.form(x) is made[0] else x for x in args]
+        result: Tensor = func(*new, **kwargs)
+        return result
+
+    if any(isinstance(x, (tuple, list)) for x in args) or kwargs:
+        return None
+    return forms.each(made[0], again, summed=True)
+
+
+def _linear(t: FormTable, func: Any, args: Any, kwargs: Any, out: Any) -> Form | None:
+    form = t.form(args[0]) if args else None
+    if form is None or not isinstance(out, Tensor):
+        return None
+    keep = form.summed and not out.dim() and func.__name__ in _CASTS
+    if form.inverse or form.floor:
+        return form if keep else None
+    made = forms.each(form, lambda total: func(total, *args[1:], **kwargs))
+    # A count stays one through a change of dtype.
+    return replace(made, origin=form.origin) if keep else made
+
+
+def _multiply(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    if kwargs or len(args) != 2:
+        return None
+    a, b = t.form(args[0]), t.form(args[1])
+    if a is None and b is None:
+        return None
+    if a is not None and b is not None:
+        if bool(a.inverse) == bool(b.inverse):
+            return None
+        left, right = (a, b) if b.inverse else (b, a)
+        return _by(left, args[0] if left is a else args[1], right)
+    form, other = (a, args[1]) if a is not None else (b, args[0])
+    assert form is not None
+    if form.inverse and isinstance(other, Tensor):
+        return _by(None, other, form)
+    return forms.scaled(form, other, divide=False)
+
+
+def _divide(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    if kwargs.get("rounding_mode") is not None or len(args) != 2:
+        return None
+    return _over(t, args[0], args[1])
+
+
+def _divided_by(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    return _over(t, args[1], args[0])
+
+
+def _over(t: FormTable, top: Any, bottom: Any) -> Form | None:
+    a, b = t.form(top), t.form(bottom)
+    if b is None:
+        return None if a is None else forms.scaled(a, bottom, divide=True)
+    if b.inverse:
+        return None
+    if a is None and not isinstance(top, Tensor):
+        return replace(b, inverse=float(top))
+    return _by(a, top, b)
+
+
+def _by(form: Form | None, value: Tensor, bottom: Form) -> Form | None:
+    """Something by a sum, or times a number by one."""
+    if forms.has_grad(bottom):
+        if forms.count_of(replace(bottom, inverse=0.0)) is None:
+            return None
+        return Form(
+            terms=(),
+            problem="the loss divides by a sum over rows that has a gradient itself, which cannot "
+            "be done in parts",
+        )
+    count = forms.count_of(replace(bottom, inverse=0.0))
+    if count is None or (form is None and not value.dim()):
+        return None
+    made = forms.by_rows(value, count) if form is None else forms.divided(form, count)
+    if made is None or not bottom.inverse:
+        return made
+    return forms.scaled(made, bottom.inverse, divide=False)
+
+
+def _add(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    return _plus(t, args, kwargs, out, 1.0)
+
+
+def _subtract(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    return _plus(t, args, kwargs, out, -1.0)
+
+
+def _subtracted(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    return _plus(t, (args[1], args[0]), kwargs, out, -1.0)
+
+
+def _plus(t: FormTable, args: Any, kwargs: Any, out: Tensor, sign: float) -> Form | None:
+    if kwargs or len(args) != 2:
+        return None
+    a, b = t.form(args[0]), t.form(args[1])
+    if a is not None and b is not None:
+        return forms.added(a, b, sign)
+    if a is not None:
+        return forms.shifted(a, args[1] * sign, out)
+    if b is None or b.inverse:
+        return None
+    negated = b if sign > 0 else forms.each(b, torch.neg)
+    return forms.shifted(negated, args[0], out)
+
+
+def _at_least(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    """`clamp(min=...)` of a count."""
+    form = t.form(args[0]) if args else None
+    low = kwargs.get("min", kwargs.get("other", args[1] if len(args) > 1 else None))
+    if form is None or low is None or kwargs.get("max") is not None or len(args) > 2:
+        return None
+    if forms.has_grad(form) or forms.count_of(form) is None or form.floor:
+        return None
+    if func.__name__ in ("max", "maximum") and not isinstance(low, Tensor):
+        return None
+    return None if isinstance(low, Tensor) and low.dim() else replace(form, floor=low)
+
+
+def _inverse(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    form = t.form(args[0]) if args else None
+    power = args[1] if len(args) > 1 else -1
+    if form is None or form.inverse or not isinstance(power, int | float) or power != -1:
+        return None
+    return replace(form, inverse=1.0)
+
+
+def _finite(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    """`nan_to_num` of a mean: nothing by nothing is nothing."""
+    form = t.form(args[0]) if args else None
+    if form is None or form.inverse or not form.summed or args[1:] or kwargs:
+        return None
+    return _forgiving(form)
+
+
+def _where(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    """`where(n > 0, total / n, 0)`."""
+    if len(args) != 3 or args[0].dim():
+        return None
+    made = [form for x in args[1:] if (form := t.form(x)) is not None]
+    return _forgiving(made[0]) if len(made) == 1 and not made[0].inverse else None
+
+
+def _forgiving(form: Form) -> Form:
+    return replace(
+        form,
+        terms=tuple(
+            term
+            if term.count is None or float(term.count.floor)
+            else replace(term, count=replace(term.count, floor=forms.TINY))
+            for term in form.terms
+        ),
+    )
+
+
+def _stack(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    parts = args[0] if args else kwargs["tensors"]
+    made = [t.form(x) for x in parts]
+    return forms.stacked(made, parts) if any(f is not None for f in made) else None
+
+
+_CASTS = frozenset(
+    "float double half bfloat16 long int to type type_as clone cpu cuda detach view reshape "
+    "squeeze unsqueeze contiguous".split()
+)
+_RAGGED = frozenset("masked_select nonzero argwhere unique unique_consecutive".split())
+Rule = Callable[[FormTable, Any, Any, Any, Any], Form | None]
+RULES: dict[str, Rule] = {
+    # By the name of the function.
+    **dict.fromkeys(("sum", "nansum", "count_nonzero"), _sum),
+    "mean": _mean_of,
+    **dict.fromkeys("dot vdot inner einsum tensordot matmul __matmul__ mm".split(), _product),
+    **dict.fromkeys(_CASTS, _linear),
+    **dict.fromkeys(
+        "neg __neg__ negative positive flatten t transpose permute select index_select narrow "
+        "__getitem__ ravel movedim".split(),
+        _linear,
+    ),
+    **dict.fromkeys("mul __mul__ __rmul__ __imul__ mul_ multiply".split(), _multiply),
+    **dict.fromkeys(
+        "div __truediv__ __div__ __itruediv__ __idiv__ div_ true_divide divide".split(), _divide
+    ),
+    **dict.fromkeys("__rtruediv__ __rdiv__".split(), _divided_by),
+    **dict.fromkeys("add __add__ __radd__ __iadd__ add_".split(), _add),
+    **dict.fromkeys("sub __sub__ __isub__ sub_ subtract".split(), _subtract),
+    **dict.fromkeys("__rsub__ rsub".split(), _subtracted),
+    **dict.fromkeys("clamp clamp_min clip maximum max clamp_ clamp_min_".split(), _at_least),
+    **dict.fromkeys("reciprocal pow __pow__".split(), _inverse),
+    "nan_to_num": _finite,
+    "where": _where,
+    "stack": _stack,
+}

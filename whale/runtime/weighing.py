@@ -1,0 +1,309 @@
+"""Weighing: what a part of the rows adds to the loss of all rows, seen while the loss is computed.
+
+Place in the flow: wraps the code that computes the loss, in `engine.stages` and in `engine.parts`,
+which tries on a few rows whether the parts make up the whole, and how. The user's code sees the
+values it would see anyway; beside them a Form is followed to the loss. A part then gives a sum and
+a count; both are added up over parts, and one is divided by the other once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from whale.errors import WhaleError
+from whale.runtime.form_rules import RULES, FormTable, mean_of_rows
+from whale.runtime.forms import TINY, Form, Term
+from whale.runtime.means import Count, Number, known_mean, weighted_mean
+
+NOTHING = ("nothing",)
+"""The origin of a count of no rows, which is like any other."""
+MOST_COUNTS = 15
+"""Different counts in one loss."""
+
+Meet = Callable[[Tensor], Tensor]
+"""The SUM of some numbers over all parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighing:
+    """How the loss of a model is computed in parts, as a trial on a few rows found.
+
+    Attributes:
+        divisors: By term, whether numbers it is divided by are the same for all parts (`same`) or
+            counts of a part's rows (`count`).
+        means: By term, whether it has a count.
+        joins: Whether its terms have different counts, so that parts must tell each other theirs.
+    """
+
+    divisors: tuple[str, ...]
+    means: tuple[bool, ...]
+    joins: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What a trial on a few rows found out about a loss.
+
+    Attributes:
+        weighing: How it is computed in parts; None: it could not be tried.
+        router_losses: Whether it has losses over all tokens, for which replicas meet.
+    """
+
+    weighing: Weighing | None = None
+    router_losses: bool = False
+
+    @property
+    def meets(self) -> bool:
+        """Whether replicas wait for each other in its code."""
+        return self.router_losses or (self.weighing is not None and self.weighing.joins)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """What a part adds: the loss of all parts is the sum of totals by that of counts.
+
+    Attributes:
+        total: Where backward begins.
+        count: Its weight.
+        floor: The count of all parts is at least the sum of these.
+    """
+
+    total: Tensor
+    count: Tensor
+    floor: Tensor
+
+
+class MeanTracker(TorchFunctionMode):
+    """Follows sums and means to the loss of `rows` rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.table = FormTable(rows)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        table = self.table
+        ragged = table.has_ragged(args, kwargs)
+        if func is weighted_mean or not table.has_form(args, kwargs):
+            found = known_mean(func, args, kwargs, self.rows, ragged)
+            if found is None and name in ("mean", "nanmean"):
+                found = mean_of_rows(table, name, args, kwargs, ragged=ragged)
+            if found is not None:
+                return self._made(*found)
+        out = func(*args, **kwargs)
+        rule = RULES.get(name)
+        form = rule(table, func, args, kwargs, out) if rule is not None else None
+        if form is not None and isinstance(out, Tensor):
+            table.set(out, form)
+        elif args and out is args[0]:
+            table.forget(out)
+        table.mark(name, args, kwargs, out, ragged=ragged)
+        return out
+
+    def _made(self, total: Tensor, count: Count | None) -> Tensor:
+        term = Term(total=total, count=count)
+        if count is None:
+            return self.table.set(total.clone(), Form(terms=(term,), origin=("sum", id(total))))
+        # An empty part (no valid label, no row) averages to 0, not to nan; its weight is 0.
+        safe = torch.where(count.value == 0, torch.ones_like(count.value), count.value)
+        return self.table.set(total / safe.to(total.dtype), Form(terms=(term,)))
+
+    # ---- the part --------------------------------------------------------------------------------
+
+    def weigh(
+        self,
+        loss: Tensor,
+        share: float,
+        weighing: Weighing | None = None,
+        meet: Meet | None = None,
+    ) -> Weighed:
+        """What these rows add to the loss.
+
+        Args:
+            loss: Of these rows.
+            share: They are this share of all rows.
+            weighing: What a trial found; None: there was none.
+            meet: Adds up counts over all parts, where they run side by side.
+        """
+        form = self.table.form(loss)
+        rows = torch.full((), float(self.rows), device=loss.device)
+        none = torch.zeros((), device=loss.device)
+        if form is not None and form.problem:
+            raise WhaleError(form.problem, hint=_WAY_OUT)
+        if form is None or not form.summed or form.inverse or form.floor:
+            if not self.rows:  # nothing to add, but others may wait for its backward
+                return Weighed(total=loss.nan_to_num(0.0, 0.0, 0.0) * 0.0, count=none, floor=none)
+            return Weighed(total=_wide(loss) * self.rows, count=rows, floor=none)
+        terms = self._resolved(form, weighing)
+        counts = [t.count for t in terms if t.count is not None]
+        alike = len(counts) == len(terms) and len(_origins(counts)) < 2
+        portion = torch.full((), share, device=loss.device, dtype=torch.float64)
+        rest = form.rest if self.rows else None
+        if not counts and not (weighing is not None and weighing.joins):
+            total = _added([t.total for t in terms], rest, share)
+            return Weighed(total=total, count=portion, floor=none)
+        if alike and not (weighing is not None and weighing.joins):
+            first = next((c for c in counts if c.origin != NOTHING), counts[0])
+            totals = [
+                t.total if c.per == first.per else t.total * (first.per / c.per)
+                for t, c in zip(terms, counts, strict=True)
+            ]
+            total = _added(totals, rest, first.value.detach())
+            floor = min((c.floor for c in counts), key=float)
+            return Weighed(
+                total=total,
+                count=first.value.detach().double() + first.extra * portion,
+                floor=floor * portion,
+            )
+        if meet is None or weighing is None or not weighing.joins:
+            raise WhaleError(
+                "the loss adds means over different counts, which no single weight of a part makes "
+                "exact",
+                hint="plan one micro-batch (pipeline.num_micro_batch=1): then parts can tell each "
+                "other their counts; or use one count for all terms: n = mask.sum(), "
+                "wh.weighted_mean(a + b, n)",
+            )
+        known = _met(counts, meet, loss.device)
+        totals = []
+        for term in terms:
+            if term.count is None:
+                totals.append(term.total)
+            else:
+                over = (known.pop(0) + term.count.extra).clamp(min=float(term.count.floor))
+                totals.append(term.total / over.to(term.total.dtype))
+        return Weighed(total=_added(totals, rest, share), count=portion, floor=none)
+
+    def divisors(self, loss: Tensor) -> list[float] | None:
+        """The numbers that the terms of the loss are divided by; None: it has no Form."""
+        form = self.table.form(loss)
+        if form is None or not form.summed or form.inverse or form.floor:
+            return None
+        return [float(t.divisor) for t in form.terms]
+
+    def num_counts(self, loss: Tensor, weighing: Weighing) -> int:
+        """How many different counts its terms have; sums without one count as one more."""
+        form = self.table.form(loss)
+        if form is None or not form.summed or form.inverse or form.floor:
+            return 1
+        terms = self._resolved(form, weighing)
+        counts = [t.count for t in terms if t.count is not None]
+        return len(_origins(counts)) + (len(counts) < len(terms))
+
+    def means(self, loss: Tensor, divisors: tuple[str, ...]) -> tuple[bool, ...]:
+        """By term of the loss, whether it has a count."""
+        form = self.table.form(loss)
+        assert form is not None
+        pairs = zip(form.terms, divisors, strict=True)
+        return tuple(term.count is not None or kind == "count" for term, kind in pairs)
+
+    def _resolved(self, form: Form, weighing: Weighing | None) -> list[Term]:
+        """Terms without divisors: they are in the sums, or are counts."""
+        kinds: tuple[str, ...] = tuple(map(self._guess, form.terms))
+        if weighing is not None and len(weighing.divisors) == len(kinds):
+            kinds = weighing.divisors
+        elif weighing is not None and torch.is_grad_enabled():
+            raise WhaleError(
+                f"the loss is made of {len(kinds)} sums or means, on the example it was made of "
+                f"{len(weighing.divisors)}",
+                hint="compute it the same way for every batch (n.clamp(min=1) instead of "
+                "`max(n, 1)`, no branches on values), or use wh.weighted_mean(total, count)",
+            )
+        found = []
+        means = weighing.means if weighing is not None and kinds is weighing.divisors else ()
+        for number, (term, kind) in enumerate(zip(form.terms, kinds, strict=True)):
+            divisor = term.divisor
+            if kind == "count":
+                if term.count is not None:
+                    raise WhaleError("a mean is divided by another count", hint=_WAY_OUT)
+                found.append(replace(term, count=self._number(term, number), divisor=1.0))
+                continue
+            if isinstance(divisor, Tensor) or divisor != 1.0:
+                term = replace(term, total=term.total / divisor, divisor=1.0)
+            if number < len(means) and means[number] != (term.count is not None):
+                term = self._nothing(term)
+            found.append(term)
+        return found
+
+    def _number(self, term: Term, number: int) -> Count:
+        """The number that a term is divided by, as a count."""
+        value = torch.as_tensor(term.divisor, device=term.total.device).detach()
+        if isinstance(term.divisor, Tensor) or term.divisor not in (self.rows, term.size):
+            return Count(value=value, origin=("number", number))
+        per = term.divisor / self.rows if self.rows and term.divisor else 1.0
+        return Count(value=value, origin=("rows",), per=per)
+
+    def _nothing(self, term: Term) -> Term:
+        """A part where `max(n, 1)` took the 1: there was nothing to count."""
+        if term.count is not None or float(term.total.detach()) != 0.0:
+            raise WhaleError(
+                "a term of the loss is a mean on some rows and none on others",
+                hint="compute it the same way for every batch (n.clamp(min=1) instead of "
+                "`max(n, 1)`, no branches on values), or use wh.weighted_mean(total, count)",
+            )
+        none = torch.zeros((), device=term.total.device)
+        return replace(term, count=Count(value=none, origin=NOTHING, floor=TINY))
+
+    def _guess(self, term: Term) -> str:
+        """Untried: a number that is how many were added up is a count."""
+        known = (float(self.rows), float(term.size))
+        if isinstance(term.divisor, Tensor) or term.count is not None:
+            return "same"
+        return "count" if term.divisor in known and term.divisor != 1.0 else "same"
+
+
+_WAY_OUT = (
+    "say what is averaged with wh.weighted_mean(total, count), where both are sums over rows and "
+    "the count has no gradient"
+)
+
+
+def _met(counts: list[Count], meet: Meet, device: torch.device) -> list[Tensor]:
+    if len(counts) > MOST_COUNTS:
+        raise WhaleError(
+            f"the loss adds {len(counts)} means; with different counts at most {MOST_COUNTS} can "
+            "be added",
+            hint="use one count for several of them",
+        )
+    numbers = torch.zeros(MOST_COUNTS + 2, dtype=torch.float64, device=device)
+    numbers[0], numbers[1] = 1.0, float(len(counts))
+    for place, count in enumerate(counts):
+        numbers[2 + place] = count.value.detach()
+    numbers = meet(numbers)
+    if float(numbers[1]) != len(counts) * float(numbers[0]):
+        raise WhaleError(
+            f"the loss adds {len(counts)} means here, on other replicas another number",
+            hint="compute it the same way for every batch, without branches on values",
+        )
+    return list(numbers[2 : 2 + len(counts)].unbind())
+
+
+def _added(totals: list[Tensor], rest: Tensor | None, weight: Number) -> Tensor:
+    total = _wide(totals[0])
+    for more in totals[1:]:
+        total = total + _wide(more)
+    return total if rest is None else total + _wide(rest) * weight
+
+
+def _wide(number: Tensor) -> Tensor:
+    """Half precision does not hold a sum over many, nor a count."""
+    return number.float() if number.dtype in (torch.float16, torch.bfloat16) else number
+
+
+def _origins(counts: list[Count]) -> set[Any]:
+    return {(c.origin, _key(c.extra)) for c in counts if c.origin != NOTHING}
+
+
+def _key(number: Number) -> float | int:
+    return id(number) if isinstance(number, Tensor) else number
