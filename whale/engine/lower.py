@@ -200,6 +200,7 @@ def _install_splits(
                 params=dict(split.params),
                 rows=None if around else rows,
                 overlap=_used_once(captured, split),
+                stays=split.joined == "loss",
             )
             install(split.rule, split.path, split.modules, shard, modules)
             if around and rows is not None:
