@@ -32,6 +32,7 @@ from whale.ir.model_graph import (
 )
 from whale.nn.forwards import mark_hooks, replace_forward, runs
 from whale.nn.moe.layer import MoE
+from whale.nn.moe.router import Alone
 from whale.runtime import batch as batches
 from whale.runtime.compat import fake_mode, real_tensors
 
@@ -216,10 +217,11 @@ def _watch_queues(fake: nn.Module, run: Run) -> None:
     for path, module in fake.named_modules():
         if isinstance(module, MoE) and module.drops_by_order:
 
-            def look(_: Any, args: Any, kwargs: Any, path: str = path) -> None:
-                run.queues.setdefault(path, tuple(tensors_in((args, kwargs))[0].shape))
+            def look(x: torch.Tensor, valid: Any, path: str = path, module: MoE = module) -> Any:
+                run.queues.setdefault(path, tuple(x.shape))
+                return module.run(x, valid, Alone(), module.here)
 
-            module.register_forward_pre_hook(look, with_kwargs=True)
+            module.run_by(look)
 
 
 def _watch_inputs(path: str, layer: nn.Module, run: Run) -> None:

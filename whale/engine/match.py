@@ -29,9 +29,9 @@ from whale.errors import CaptureError
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
 from whale.nn.attention import supported
-from whale.nn.forwards import has_hooks, has_own_call, replace_forward, runs
+from whale.nn.forwards import has_hooks, replace_forward, runs
 from whale.nn.moe.layer import MoE
-from whale.nn.sharded import features, is_linear, linear_dims
+from whale.nn.sharded import features, holds, is_conv, is_linear, linear_dims
 
 Names = dict[int, str]
 """First names of parameters by the id of their tensor."""
@@ -417,9 +417,7 @@ def _by_heads(
 
 def _multihead_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:
     for path, module in modules.items():
-        if type(module) is not nn.MultiheadAttention or not supported(module):
-            continue
-        if has_own_call(module):
+        if not isinstance(module, nn.MultiheadAttention) or not supported(module):
             continue
         width, heads = module.embed_dim, module.num_heads
         fused = DimSharding(dim=0, sections=(width,) * 3, units=heads)
@@ -449,10 +447,10 @@ def _leaf_options(modules: dict[str, nn.Module], names: Names) -> Iterable[Split
                 unit="columns",
                 params=tuple(_column_params(module, size, (size,), names)),
             )
-        elif has_own_call(module) or "weight" not in module._parameters:
-            continue
         elif (
-            type(module) is nn.Embedding
+            runs(module, nn.Embedding)
+            and holds(module, "weight")
+            and isinstance(module, nn.Embedding)
             and module.max_norm is None
             and not module.scale_grad_by_freq
         ):
@@ -467,9 +465,7 @@ def _leaf_options(modules: dict[str, nn.Module], names: Names) -> Iterable[Split
                     (_weight_name(module, names), DimSharding(dim=0, sections=(rows,), units=rows)),
                 ),
             )
-        elif (
-            type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and getattr(module, "groups", 0) == 1
-        ):
+        elif is_conv(module) and getattr(module, "groups", 0) == 1:
             channels = int(getattr(module, "out_channels", 0))
             cut = DimSharding(dim=0, sections=(channels,), units=channels)
             params = [(_weight_name(module, names), cut)]

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from whale.nn.column_shard import ColumnShard, plain
 from whale.nn.deferred import QUEUE, WeightQueue, deferred, queue_of
-from whale.nn.forwards import has_own_call, replace_forward
+from whale.nn.forwards import has_own_call, replace_forward, runs
 from whale.nn.shard import Shard, rows_by_member
 from whale.runtime import collectives
 from whale.runtime.compat import assert_later
@@ -30,11 +30,17 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A plain Linear or a Conv1D (subclasses may compute anything) with a weight of its own."""
-    linear = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    plain_code = type(module) in linear or is_conv1d(module)
-    # Weight norm of the old kind makes the weight anew before every call.
-    return plain_code and not has_own_call(module) and "weight" in module._parameters
+    """What runs the code of nn.Linear or Conv1D, and holds its weight itself."""
+    conv1d = is_conv1d(module) and not has_own_call(module)
+    return (conv1d or runs(module, nn.Linear)) and holds(module, "weight", "bias")
+
+
+def holds(module: nn.Module, *names: str) -> bool:
+    """Whether these are parameters of the module, or None; not made anew before every call.
+
+    So are those of weight norm and other parametrizations.
+    """
+    return all(n in module._parameters and not hasattr(type(module), n) for n in names)
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int]:
@@ -120,9 +126,19 @@ def defer_weights(module: nn.Module, queue: WeightQueue) -> None:
 
 def can_defer(module: nn.Module) -> bool:
     """Whether W can compute this module's weight gradients."""
-    kinds = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    plain_code = type(module) in kinds and not has_own_call(module)
-    return is_linear(module) or (plain_code and "weight" in module._parameters)
+    if runs(module, nn.Embedding):
+        return holds(module, "weight")
+    return is_linear(module) or is_conv(module)
+
+
+def is_conv(module: nn.Module) -> bool:
+    """What runs the code of a convolution, and holds its weight itself."""
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    own = any(
+        isinstance(module, kind) and type(module)._conv_forward is kind._conv_forward
+        for kind in kinds
+    )
+    return own and runs(module, *kinds) and holds(module, "weight", "bias")
 
 
 class SharedInput:
