@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from whale.engine.face import hide_from_compiler, plainly
 from whale.engine.lower import lower
 from whale.engine.outsiders import refuse_own_parameters
 from whale.engine.parts import check_parts
+from whale.engine.rehearsal import rehearse
 from whale.engine.step import OptimizerFactory, Step
 from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
@@ -158,6 +160,18 @@ def parallelize(
         outputs=names,
         changes=changes,
         trial=trial,
+        rehearsal=partial(
+            rehearse,
+            model=model,
+            plan=plan,
+            captured=captured,
+            batch=batch,
+            loss=loss,
+            rank=rank,
+            device=_local_device(settings),
+        )
+        if settings.check_splits
+        else None,
     )
     group = _group_of(plan, rank)
     return Step(

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from whale.engine.program import Op, Program, Ref, State, visit
+from whale.nn.forwards import has_hooks, has_own_call
+from whale.runtime.compat import is_torch_function
 
 ATTENTION = "scaled_dot_product_attention"
 
@@ -35,14 +37,18 @@ def is_elementwise(op: Op, modules: dict[str, nn.Module]) -> bool:
     """Whether each element of the result depends on the elements at its own place alone."""
     if op.layer is None:
         return name_of(op) in _ELEMENTWISE
-    # Not their subclasses, which may compute anything (and draw a dropout that is not keyed).
-    kind = type(modules[op.layer])
-    return kind in _ELEMENTWISE_MODULES or kind.__module__ == "transformers.activations"
+    # Not their subclasses, which may compute anything (and draw a dropout that is not keyed), nor
+    # those with parameters, whose gradient would be that of the own columns only.
+    module = modules[op.layer]
+    kind = type(module)
+    known = kind in _ELEMENTWISE_MODULES or kind.__module__ == "transformers.activations"
+    plain = not has_own_call(module) and not has_hooks(module)
+    return known and plain and not any(True for _ in module.parameters())
 
 
 def name_of(op: Op) -> str:
-    """The function an operation calls."""
-    return getattr(op.target, "__name__", "")
+    """The torch function an operation calls; empty for any other (a user's own of that name)."""
+    return getattr(op.target, "__name__", "") if is_torch_function(op.target) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +106,7 @@ class Follower:
 
     def __init__(self, inside: Inside, path: str, units: int) -> None:
         self.inside, self.program, self.units = inside, inside.program, units
+        self.path = path
         (self.call,) = inside.calls[path]
         self.cuts: dict[int, Cut] = {}
         self.dropouts: list[str] = []
@@ -112,6 +119,14 @@ class Follower:
     def keeps_apart(self, sizes: dict[str, int], out: str) -> bool:
         """Whether units stay apart, from columns (`sizes` of a unit's, by module) to `out`."""
         met: list[str] = []
+        prefix = f"{self.path}." if self.path else ""
+        below = [
+            m
+            for p, m in self.inside.modules.items()
+            if p != self.path and p[: len(prefix)] == prefix
+        ]
+        if any(map(has_hooks, below)):
+            return False
         for op in self.program.ops:
             read = [self.cuts[value] for value in op.inputs if value in self.cuts]
             if op.layer in sizes and not read:
@@ -131,7 +146,9 @@ class Follower:
             if found is None:
                 return False
             self.cuts.update((v, c) for v, c in zip(op.outputs, found, strict=True) if c)
-        return met == [ATTENTION, out] and not self.cuts.keys() & set(self.program.result)
+        hung = {a.value for a in self.program.asked if a.hangs}
+        seen = hung.union(self.program.result)
+        return met == [ATTENTION, out] and not self.cuts.keys() & seen
 
     def shape(self, value: int) -> tuple[int, ...]:
         """Of a value of the trace."""
@@ -257,8 +274,11 @@ class Follower:
 _MORE_ELEMENTWISE = _ELEMENTWISE - {"to", "float", "type_as"} | frozenset(
     "abs clamp cos sin sqrt rsqrt log masked_fill where half double bfloat16".split()
 )
-COMPUTES = _MORE_ELEMENTWISE | {ATTENTION}
-"""Functions whose numbers are part of what they compute, not sizes."""
+SIZES = frozenset(
+    "view reshape flatten unflatten expand repeat broadcast_to split chunk tensor_split narrow "
+    "__getitem__ repeat_interleave size shape numel stride set_item __get__ getattr".split()
+)
+"""Functions whose numbers are sizes and places; those of all others are what they compute with."""
 
 
 def _dim(op: Op, position: int, name: str, dims: int, default: int | None = None) -> int | None:

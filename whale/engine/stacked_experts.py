@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from whale.engine.program import tensors_in
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
-from whale.nn.forwards import replace_forward
+from whale.nn.forwards import has_own_call, replace_forward
 from whale.nn.moe.experts import moe_ffn
 from whale.nn.moe.layer import MoE
 from whale.nn.moe.stacked import matrices
@@ -37,6 +37,9 @@ def is_stacked(module: nn.Module) -> bool:
     if isinstance(module, MoE) or len(stacks) != 2 or type(count) is not int or count < 2:
         return False
     if len(own) != len(list(module.parameters())) or any(p.shape[0] != count for p in own):
+        return False
+    # What it holds for each expert beside its weights would not be cut.
+    if has_own_call(module) or any(b.shape[:1] == (count,) for b in module.buffers()):
         return False
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
     if names != _ARGUMENTS:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from whale.engine.heads import COMPUTES, Inside, name_of
+from whale.engine.heads import SIZES, Inside, name_of
 from whale.engine.program import tensors_in, visit
 from whale.engine.rules import install
 from whale.ir.model_graph import SplitOption
@@ -50,7 +50,7 @@ class _Watch(TorchFunctionMode):
 def _numbers(name: str, args: Any) -> Counter[tuple[str, Any]]:
     """The numbers among the arguments of a function that computes with them."""
     found: list[Any] = []
-    if name in COMPUTES:
+    if name not in SIZES:
         visit(args, found.append, (int, float))
     return Counter((name, number) for number in found)
 

@@ -67,6 +67,7 @@ def choose_splits(
     if width == 1:
         return ()
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
+    rejected += [line for index in taskgraph.layers for line in graph.layers[index].whole]
     options = [o for o in options if o.units >= width and (has_rows(o) or not bridged)]
     # The other users of a tied weight (an embedding, most often) cut what are columns here.
     tied = {p.name for p in graph.parameters if p.aliases}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from whale.errors import PlanError
+from whale.errors import PlanError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.ir.virtual_device import micro_batch_cuts
@@ -287,7 +287,14 @@ class Executor:
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
         loss = flight.outcome.loss
-        if loss is not None and loss.total.requires_grad:
+        if loss is not None:
+            if not loss.total.requires_grad:
+                raise WhaleError(
+                    f"the loss of micro-batch {micro_batch} needs no gradient: it would train "
+                    "nothing",
+                    hint="it must depend on a parameter that requires a gradient, and not through "
+                    "`detach`, `torch.no_grad` or `.item()`",
+                )
             roots.append(loss.total)
             seeds.append(torch.ones_like(loss.total))
         totals: dict[int, torch.Tensor] = {}
