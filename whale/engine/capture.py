@@ -267,9 +267,7 @@ def capture(
         return _capture(model, batch, loss, training)
 
 
-def _capture(
-    model: nn.Module, batch: Any, loss: batches.Loss | None, training: bool
-) -> Captured:
+def _capture(model: nn.Module, batch: Any, loss: batches.Loss | None, training: bool) -> Captured:
     layers = find_layers(model)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
@@ -295,7 +293,7 @@ def _capture(
             "parallelism does not",
         )
         first, second = _untraced(model, batch, loss, split_layers, refusal, training)
-    random = seen_draws(first, second, model, batch, loss, training)
+    random = seen_draws(first, second, model, batch, loss, training, traced=program is not None)
     if random.foreign and program is not None:
         refusal, program = _refuse_foreign(random.foreign), None
     examples = {

@@ -30,6 +30,8 @@ def seen_draws(
     batch: Any,
     loss: batches.Loss | None,
     training: bool,
+    *,
+    traced: bool,
 ) -> Randomness:
     """What capture's runs saw the model draw, or a run on real rows where there were none."""
     calls, asked = (first.calls, second.calls), (first.asked, second.asked)
@@ -43,6 +45,7 @@ def seen_draws(
         calls[0],
         calls[1],
         ROWS,
+        exact=traced,
         known=known,
         foreign=" and ".join(asked[0].moved),
         foreign_rows=asked[0].end != asked[1].end,

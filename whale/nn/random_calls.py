@@ -248,7 +248,7 @@ def _factory(number: Callable[[draws.Place, torch.dtype], Tensor]) -> Callable[.
         requires_grad: bool = False,
         **rest: Any,
     ) -> Tensor:
-        size = rest["size"] if "size" in rest else size
+        size = rest.get("size", size)
         kind = dtype or (out.dtype if out is not None else torch.get_default_dtype())
         place = mode.place(draws.size_of(size), out.device if out is not None else device)
         return _made(number(place, kind), kind, out, requires_grad)
@@ -490,7 +490,7 @@ def _random_(mode: Any, tensor: Tensor, *args: int, **named: Any) -> Tensor:
 
 
 def _random_end(dtype: torch.dtype) -> int:
-    """torch's default: all integers that the dtype holds, from 0."""
+    """The default: all integers that the dtype holds, from 0."""
     if dtype.is_floating_point:
         return int(2 ** (1 - math.log2(torch.finfo(dtype).eps))) + 1
     return 2 if dtype == torch.bool else min(torch.iinfo(dtype).max, 2**62)
