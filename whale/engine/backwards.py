@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
+from whale.runtime import generators
 
 _ROWS = 2
 _SCALE = 2.0**20
@@ -45,7 +46,7 @@ def check_backwards(model: nn.Module, batch: Any, loss: batches.Loss | None) -> 
         trained = [(name, p) for name, p in tried.named_parameters() if p.requires_grad]
         if not trained:
             return
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), watch:
+        with generators.kept(), torch.enable_grad(), watch:
             few = batches.spread_rows(batch, rows, trained[0][1].device)
             value = batches.call_model(tried, loss, few)["loss"]
     except WhaleError:

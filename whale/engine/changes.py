@@ -26,6 +26,7 @@ from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan
 from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
+from whale.runtime import generators
 from whale.runtime.compat import run_eagerly
 
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}
@@ -152,8 +153,7 @@ def find_changes(model: nn.Module, batch: Any, loss: Any, seen: frozenset[str] |
     cut = 2 if rows >= 4 else 1
     first, second = batches.take_rows(few, 0, cut), batches.take_rows(few, cut, rows)
     before = state_of(model, loss, values=True)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with generators.kept():
         try:
             one, _ = _run(model, loss, seen, exact, (first,))
             two, alone = _run(model, loss, seen, exact, (second,))

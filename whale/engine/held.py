@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from whale.nn.moe.layer import MoE
+from whale.runtime import generators
 
 MOST_COPIED = 100_000_000
 """Parameters of the largest model that is copied to float64 for a trial."""
@@ -137,9 +138,8 @@ def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
-    devices = sorted({t.device.index for t in model.parameters() if t.is_cuda})
     before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=devices):
+    with generators.kept():
         if dtype in (torch.float32, torch.float64):
             torch.set_default_dtype(dtype)
         try:

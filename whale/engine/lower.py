@@ -19,7 +19,7 @@ from whale.engine.capture import Captured
 from whale.engine.changes import Changes, stages_of_changes
 from whale.engine.loss_parts import LossParts, loss_parts
 from whale.engine.program import ValueSpec
-from whale.engine.random import install_randomness, with_heads
+from whale.engine.random import Surroundings, install_randomness, with_heads
 from whale.engine.rules import install
 from whale.engine.stages import CutStage, WholeStage, cut
 from whale.engine.weights import local_copy
@@ -37,7 +37,7 @@ from whale.nn.moe.courier import DTYPES, Courier
 from whale.nn.moe.layer import MoE, own_parts
 from whale.nn.moe.parallel import ExpertForward, MeetingForward, Replicas
 from whale.nn.moe.stacked import StackedForward
-from whale.nn.randomness import CallNames, KeyedRandom
+from whale.nn.randomness import CallNames
 from whale.nn.router_losses import has_router_losses
 from whale.nn.shard import Shard
 from whale.nn.sharded import RowsAround, can_defer, defer_weights
@@ -70,6 +70,7 @@ class Lowered:
     parts: dict[int, LossParts]
     notes: list[str]
     """Splits that could not be tried beside the whole module, and why."""
+    surroundings: Surroundings
 
 
 def lower(
@@ -106,12 +107,10 @@ def lower(
     own_norms = _install_norms(plan, rank, local, groups)
     _install_meetings(plan, rank, local, groups)
     notes = rehearsal(local, pieces, context) if rehearsal is not None else []
-    random = install_randomness(
-        local, captured, context, names, shards, whole=len(plan.stages) == 1
-    )
+    surroundings = install_randomness(local, plan, captured, names, shards)
     queue = _install_deferral(plan, local)
     parts = loss_parts(plan, rank, groups, context, trial, router_losses=has_router_losses(model))
-    stages = make_stages(plan, rank, local, captured, loss, outputs, random, device, context, parts)
+    stages = make_stages(plan, rank, local, captured, loss, outputs, surroundings, device, parts)
     trainable = frozenset(n for n, p in params.items() if p.requires_grad)
     mine = set(plan.stages_of(rank))
     grads = GradientBuckets(
@@ -148,6 +147,7 @@ def lower(
         own_norms=own_norms,
         parts=parts,
         notes=notes,
+        surroundings=surroundings,
     )
 
 
@@ -164,14 +164,13 @@ def make_stages(
     captured: Captured,
     loss: batches.Loss | None,
     outputs: frozenset[str],
-    random: KeyedRandom | None,
+    surroundings: Surroundings,
     device: torch.device,
-    context: StepContext,
     loss_parts: dict[int, LossParts],
 ) -> dict[int, StageModule]:
     """The stages this rank runs."""
     if len(plan.stages) == 1:
-        return {s: WholeStage(local, loss, outputs, random, p) for s, p in loss_parts.items()}
+        return {s: WholeStage(local, loss, outputs, surroundings, p) for s, p in loss_parts.items()}
     assert captured.program is not None
     stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
     stage_of_layer = [stage_of_path[layer.path] for layer in captured.graph.layers]
@@ -183,7 +182,7 @@ def make_stages(
         )
     parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
     return {
-        s: CutStage(parts[s], local, outputs, random, device, context, own)
+        s: CutStage(parts[s], local, outputs, surroundings, device, own)
         for s, own in loss_parts.items()
     }
 

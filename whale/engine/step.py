@@ -264,6 +264,8 @@ class Step:
         lowered = self._lowered
         flags = [(module, module.training) for module in lowered.model.modules()]
         lowered.model.eval()
+        # Draws of an evaluation are its own, whatever was trained or loaded before.
+        lowered.context.step = -1 - self.num_steps
         executor = lowered.executor
         training = executor.stages
         executor.stages = self._eval_stages()
@@ -287,7 +289,7 @@ class Step:
             self._model.eval()
             try:
                 with bare(self._model):
-                    captured = capture(self._model, self._example, self._loss)
+                    captured = capture(self._model, self._example, self._loss, training=False)
             finally:
                 for module, flag in flags.items():
                     module.training = flag
@@ -301,9 +303,8 @@ class Step:
                 captured,
                 self._loss,
                 frozenset(self._outputs),
-                None,
+                self._lowered.surroundings,
                 self._lowered.device,
-                self._lowered.context,
                 self._lowered.parts,
             )
         return self._evaluating

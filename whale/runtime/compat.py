@@ -17,7 +17,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import _symmetric_memory
-from torch.overrides import resolve_name
+from torch.overrides import _get_current_function_mode_stack, resolve_name
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import flop_registry
 
 
@@ -173,3 +174,24 @@ def run_eagerly(model: nn.Module) -> None:
     for module in model.modules():
         if _wraps(module):
             module.__dict__["forward"] = module._modules["_orig_mod"]
+
+
+def function_modes() -> list[Any]:
+    """The function modes now active, the outermost first."""
+    return list(_get_current_function_mode_stack())
+
+
+def wrap_checkpoint(
+    reentrant: Callable[[Any], Any], frames: Callable[[Any], Callable[..., Iterator[None]]]
+) -> None:
+    """Puts wrappers around the two things `torch.utils.checkpoint.checkpoint` calls, once.
+
+    `reentrant` gets the autograd.Function of the one kind, `frames` the generator around the
+    forward of the other. Both are looked up when checkpoint runs, whoever imported it from where.
+    """
+    module: Any = torch_checkpoint
+    if isinstance(module.CheckpointFunction, type):
+        module.CheckpointFunction = reentrant(module.CheckpointFunction)
+        module._checkpoint_without_reentrant_generator = frames(
+            module._checkpoint_without_reentrant_generator
+        )

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from whale.errors import WhaleError
 from whale.runtime.form_rules import RULES, FormTable, mean_of_rows
 from whale.runtime.forms import TINY, Form, Term
 from whale.runtime.means import Count, Number, known_mean, weighted_mean
+from whale.runtime.recompute import RerunMode
 
 NOTHING = ("nothing",)
 """The origin of a count of no rows, which is like any other."""
@@ -79,13 +79,17 @@ class Weighed:
     floor: Tensor
 
 
-class MeanTracker(TorchFunctionMode):
+class MeanTracker(RerunMode):
     """Follows sums and means to the loss of `rows` rows."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.rows = rows
         self.table = FormTable(rows)
+
+    def again(self) -> MeanTracker:
+        """Computes means the same way, and counts nothing twice."""
+        return MeanTracker(self.rows)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
