@@ -28,6 +28,7 @@ from whale.engine.backwards import check_backwards
 from whale.engine.capture import Captured, capture
 from whale.engine.changes import find_changes, refuse_across_stages, refuse_by_rows
 from whale.engine.face import hide_from_compiler, plainly
+from whale.engine.loose_ends import refuse_loose_ends
 from whale.engine.lower import lower
 from whale.engine.outsiders import refuse_own_parameters
 from whale.engine.parts import check_parts
@@ -141,6 +142,7 @@ def parallelize(
             "devices",
         )
     check_same_weights(model, rank, num_ranks, _local_device(settings))
+    refuse_loose_ends(model, loss, captured.changes)
     changes = find_changes(model, batch, loss, captured.changes)
     refuse_by_rows(plan, changes)
     refuse_across_stages(plan, model, captured)

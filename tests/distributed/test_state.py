@@ -171,7 +171,9 @@ def halves(model: nn.Module, paths: Any) -> nn.Module:
 
 
 def split_first(model: nn.Module, paths: Any) -> nn.Module:
-    return wh.annotate(model, {"first|last": wh.split(), "...": wh.replicate()})
+    rest = {name for name, _ in model.named_children()} - {"first", "last"}
+    entries = {"first|last": wh.split()}
+    return wh.annotate(model, {**entries, "...": wh.replicate()} if rest else entries)
 
 
 LAYOUTS = {

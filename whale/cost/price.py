@@ -232,7 +232,7 @@ class _Pricer:
             backward_s=backward,
             weight_s=weight,
             collective_s=collective,
-            kept_bytes=int(kept + self._received(stage, rows)),
+            kept_bytes=int(max(0.0, kept) + self._received(stage, rows)),
             alone=(alone + collective) / (forward + backward) if forward else 1.0,
         )
 

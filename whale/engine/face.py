@@ -33,6 +33,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
+from whale.engine.loose_ends import hooked
 from whale.errors import WhaleError
 from whale.runtime.compat import uncompiled
 
@@ -163,14 +164,21 @@ class Face:
     def note(self) -> None:
         """What the user's tensors look like now."""
         self._looks = [_looks(tensor) for _, tensor in self.tensors]
+        self._hooks = [_hooks(user) for user, _ in self.pairs]
 
     def follow(self) -> bool:
         """Takes over the user's flags; whether any was new. Refuses what a step cannot follow."""
         changed = False
-        for user, local in self.pairs:
+        for (user, local), hooks in zip(self.pairs, self._hooks, strict=True):
             if local.training is not user.training:
                 local.training = user.training
                 changed = True
+            if _hooks(user) > hooks:
+                raise WhaleError(
+                    f"a hook was put on a {type(user).__name__} while a step is open, which trains "
+                    "a copy",
+                    hint="register hooks before wh.parallelize",
+                )
         for (name, tensor), look in zip(self.tensors, self._looks, strict=True):
             if _looks(tensor) != look:
                 raise _changed(name, look, _looks(tensor))
@@ -213,7 +221,17 @@ class Face:
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.requires_grad, tensor.dtype, tensor._version
+    return tensor.requires_grad, tensor.dtype, tensor._version, hooked(tensor)
+
+
+def _hooks(module: nn.Module) -> int:
+    """Of a module: those that a copy made before has not."""
+    return (
+        len(module._forward_hooks)
+        + len(module._forward_pre_hooks)
+        + len(module._backward_hooks)
+        + len(module._backward_pre_hooks)
+    )
 
 
 def _changed(name: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> WhaleError:
@@ -227,6 +245,11 @@ def _changed(name: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> WhaleE
         return WhaleError(
             f"{name} is {now[1]} now, {before[1]} when the model was parallelized",
             hint="convert the model before wh.parallelize, or train under torch.autocast",
+        )
+    if before[3] != now[3]:
+        return WhaleError(
+            f"a gradient hook was put on {name} while a step is open, which trains a copy",
+            hint="change gradients in the optimizer, or in the model with an autograd.Function",
         )
     return WhaleError(
         f"{name} of the user's model was written to while a step is open, which trains a copy",

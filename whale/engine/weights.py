@@ -61,6 +61,8 @@ def local_copy(
         source = fresh[name] if parameter.is_meta else parameter.detach()
         data = take(source, pieces[name]).to(device, copy=True).contiguous()
         params[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        # Marks of the user's, for the optimizer's factory.
+        params[name].__dict__.update(parameter.__dict__)
         memo[id(parameter)] = params[name]
         fresh.pop(name, None)
     for name, buffer in model.named_buffers():

@@ -366,6 +366,8 @@ class Plan:
             raise PlanError(
                 f"the plan has no key {error}", hint="make the plan again: `whale plan --json F`"
             ) from error
+        except PlanError:
+            raise
         except (
             ArithmeticError,
             AssertionError,

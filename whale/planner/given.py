@@ -8,7 +8,7 @@ held against what the planner itself would write there.
 
 from __future__ import annotations
 
-from whale.errors import PlanError
+from whale.errors import PlanError, WhaleError
 from whale.ir.check import check_plan
 from whale.ir.deadlock import check_schedule
 from whale.ir.model_graph import ModelGraph, SplitOption, assign_stages
@@ -29,6 +29,8 @@ def check_given(plan: Plan, graph: ModelGraph) -> Plan:
         )
     try:
         _check(plan, graph)
+    except WhaleError:
+        raise
     except _NONSENSE as error:
         raise PlanError(
             f"the plan holds a value of a wrong kind: {type(error).__name__}: {error}", hint=_AGAIN

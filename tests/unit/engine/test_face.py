@@ -249,6 +249,79 @@ def test_looks_and_leaves_of_a_forward_are_fine() -> None:
     step.close()
 
 
+class Aux(Net):
+    """Leaves a term of the loss behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = torch.zeros(()).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        self.aux = hidden.square().mean()
+        return self.head(hidden)
+
+
+def test_a_loss_that_reads_what_a_forward_leaves_is_refused() -> None:
+    model = Aux().double()
+    with pytest.raises(wh.WhaleError, match="the loss reads aux"):
+        opened(model, loss=lambda out, target: F.mse_loss(out, target) + model.aux)
+
+
+def gradient_hook(model: Net) -> None:
+    model.head.weight.register_hook(lambda grad: grad * 0)
+
+
+def shared_memory(model: Net) -> None:
+    model.more = nn.Linear(4, 4).double()
+    model.more.weight.data = model.body[0].weight.data
+
+
+def computed(model: Net) -> None:
+    model.part = model.head.weight[:, :2]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (gradient_hook, "head.weight has a gradient hook"),
+        (shared_memory, "share memory"),
+        (computed, "part was computed from weights"),
+    ],
+)
+def test_what_a_copy_cannot_carry_is_refused(change: Callable[[Net], None], text: str) -> None:
+    model = Net().double()
+    change(model)
+    with pytest.raises(wh.WhaleError, match=text):
+        opened(model)
+
+
+def late_hook(model: Net) -> None:
+    model.body.register_forward_hook(lambda module, args, out: out * 2)
+
+
+@pytest.mark.parametrize("change", [late_hook, gradient_hook])
+def test_hooks_that_come_too_late_are_refused(change: Callable[[Net], None]) -> None:
+    model, step = opened()
+    step(BATCH)
+    change(model)
+    with pytest.raises(wh.WhaleError, match="hook was put on"):
+        step(BATCH)
+    step.close()
+
+
+def test_marks_on_parameters_reach_the_factory() -> None:
+    model = Net().double()
+    model.head.bias.no_decay = True
+
+    def factory(named: Any) -> torch.optim.Optimizer:
+        marked = [n for n, p in named if getattr(p, "no_decay", False)]
+        assert marked == ["head.bias"] or len(named) == 1
+        return SGD(named)
+
+    opened(model, optimizer=factory)[1].close()
+
+
 # ---- optimizers ----------------------------------------------------------------------------------
 
 

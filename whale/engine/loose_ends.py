@@ -1,0 +1,114 @@
+"""Loose ends: what a copy of a model cannot carry, and so is refused before one is made.
+
+Place in the flow: asked by `wh.parallelize` after capture. What trains is a copy with tensors of
+its own. It cannot keep hooks on the user's parameters, memory that two tensors share, values that
+were computed from weights outside of `forward`, or a loss that reads what a forward leaves in the
+user's own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.errors import WhaleError
+
+
+def refuse_loose_ends(model: nn.Module, loss: Any, changes: Iterable[str] | None) -> None:
+    """Raises WhaleError for the first one; `changes` is what a forward changes, if known."""
+    _refuse_hooks(model)
+    _refuse_shared_memory(model)
+    _refuse_computed(model, frozenset(changes or ()))
+    _refuse_left_behind(model, loss, frozenset(changes or ()))
+
+
+def hooked(tensor: torch.Tensor) -> bool:
+    """Whether gradients of a tensor go through hooks of the user's."""
+    return bool(tensor._backward_hooks) or bool(
+        getattr(tensor, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hooked(parameter):
+            raise WhaleError(
+                f"{name} has a gradient hook, which would see a part of a sum, or a shard",
+                hint="remove the hook (handle.remove()); change gradients in the optimizer, or in "
+                "the model with an autograd.Function",
+            )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Tensors that are not one but share memory: copies of them would part."""
+    spans = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta and tensor.numel() and tensor.layout is torch.strided:
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            first = tensor.data_ptr()
+            spans.append((first, first + (last + 1) * tensor.element_size(), name))
+    end, holder = 0, ""
+    for low, high, name in sorted(spans):
+        if low < end:
+            raise WhaleError(
+                f"{holder} and {name} share memory, but are two tensors: in a copy they would part",
+                hint="tie weights by assigning the parameter itself (b.weight = a.weight)",
+            )
+        if high > end:
+            end, holder = high, name
+
+
+def _refuse_computed(model: nn.Module, changes: frozenset[str]) -> None:
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            full = f"{path}.{name}" if path else name
+            computed = isinstance(value, torch.Tensor) and value.grad_fn is not None
+            if computed and full not in changes:
+                raise WhaleError(
+                    f"{full} was computed from weights outside of forward and keeps its graph, "
+                    "which a copy cannot",
+                    hint="compute it in forward, or detach it",
+                )
+
+
+def _refuse_left_behind(model: nn.Module, loss: Any, changes: frozenset[str]) -> None:
+    """A loss that takes from the user's module what only a copy's forward puts there."""
+    modules = {id(module): path for path, module in model.named_modules()}
+    for code, held in _code_of(loss):
+        for thing in held:
+            if not isinstance(thing, nn.Module) or id(thing) not in modules:
+                continue
+            for change in sorted(changes):
+                if change.rpartition(".")[2] in code.co_names:
+                    raise WhaleError(
+                        f"the loss reads {change}, which a forward sets, from the model that was "
+                        "given to parallelize; what trains is a copy of it",
+                        hint="let the model return it: as its loss (parallelize without `loss`) or "
+                        "as a part of its output",
+                    )
+
+
+def _code_of(loss: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """The code of a loss and the objects it holds."""
+    held: list[Any] = []
+    while isinstance(loss, partial):
+        held += [*loss.args, *loss.keywords.values()]
+        loss = loss.func
+    held.append(getattr(loss, "__self__", None))
+    function = getattr(loss, "__func__", loss)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # still empty
+            continue
+    held += [function.__globals__[n] for n in code.co_names if n in function.__globals__]
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    yield code, held
