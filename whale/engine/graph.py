@@ -17,6 +17,7 @@ from whale.engine.examples import Example
 from whale.engine.lone import allows_rows, joined
 from whale.engine.program import Program, ValueSpec
 from whale.engine.trace import RandomCall
+from whale.engine.unit_marks import without_unread
 from whale.engine.work import Counts, costs, line_through, signature
 from whale.ir.model_graph import (
     BatchDims,
@@ -93,7 +94,7 @@ def graph_of(
                 **found,
                 splits=tuple(
                     replace(
-                        option,
+                        without_unread(option, path, program, first.result),
                         dims=_batch_dims(option, first, second),
                         joined=joined(option, path, program),
                         meets_before=_meets_before(option, list(meets), first),

@@ -54,6 +54,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: tuple[tuple[int, ...], ...]
+    values: tuple[int | None, ...] = ()
+    """Which values of the trace it gave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,8 @@ def install_randomness(
         if type(module) is nn.Dropout:
             keyed = KeyedDropout(module, path, context, captured.dropouts.get(path, 0))
             keyed.shard = shards.get(path)
+            if keyed.shard is not None and ("head dropout", path) in keyed.shard.marks:
+                keyed.dim = 1
             replace_forward(module, keyed)
         elif isinstance(module, nn.MultiheadAttention):
             _key_multihead(module, path, context, shards.get(path))
@@ -126,6 +128,7 @@ def with_heads(module: nn.Module, shard: Shard, names: CallNames) -> None:
 
     def enter(*_: Any) -> None:
         names.heads = (shard.low, shard.num_units, shard.cuts[-1])
+        names.drops_heads = ("head dropout", "()") in shard.marks
 
     def leave(*_: Any) -> None:
         names.heads = None

@@ -86,6 +86,8 @@ class SplitOption:
     """Bytes of the input of a module split alone; 0: not known, those of its Layer are taken."""
     made: Linear = Linear()
     """Bytes of its output."""
+    marks: tuple[tuple[str, str], ...] = ()
+    """What else the rule does, as (what, where); the table is in `engine.unit_marks`."""
 
 
 DROPOUT_BYTES = 31.0
@@ -343,6 +345,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
                 "copies": o.copies,
                 "read": [o.read.fixed, o.read.per_row],
                 "made": [o.made.fixed, o.made.per_row],
+                "marks": [list(mark) for mark in o.marks],
                 "params": {name: sharding.to_dict() for name, sharding in o.params},
             }
             for o in layer.splits
@@ -382,6 +385,7 @@ def _layer_from(data: dict[str, Any]) -> Layer:
                 copies=o["copies"],
                 read=_linear(o["read"]),
                 made=_linear(o["made"]),
+                marks=tuple((what, where) for what, where in o.get("marks", ())),
                 params=tuple(
                     (name, DimSharding.from_dict(sharding))
                     for name, sharding in o["params"].items()

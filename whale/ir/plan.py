@@ -62,6 +62,8 @@ class SplitLayer:
     """Members in each node, where rows travel on two levels; 0: on one."""
     chunks: int = 1
     """Parts in which rows travel."""
+    marks: tuple[tuple[str, str], ...] = ()
+    """What else the rule does, as in the SplitOption."""
 
     def units(self, replica: int, shard: int) -> tuple[int, int]:
         """The units [low, high) of one shard."""
@@ -283,6 +285,7 @@ class Plan:
                             "copies": s.copies,
                             "per_node": s.per_node,
                             "chunks": s.chunks,
+                            "marks": [list(mark) for mark in s.marks],
                             "params": {name: d.to_dict() for name, d in s.params},
                         }
                         for s in t.splits
@@ -450,6 +453,7 @@ def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:
                 copies=s["copies"],
                 per_node=s["per_node"],
                 chunks=s["chunks"],
+                marks=tuple((what, where) for what, where in s.get("marks", ())),
                 params=tuple((name, DimSharding.from_dict(d)) for name, d in s["params"].items()),
             )
             for s in data["splits"]

@@ -87,6 +87,8 @@ class KeyedDropout:
         self.module, self.name, self.context, self.batch_dim = module, name, context, batch_dim
         self.shard: Shard | None = None
         """Of the split it is inside of: it sees a part of the columns, and maybe more rows."""
+        self.dim = -1
+        """The dim of which it sees a part: the columns', or that of attention's heads."""
         self._position: tuple[int, ...] = ()
         self._calls = 0
 
@@ -104,7 +106,7 @@ class KeyedDropout:
         self._calls += 1
         if self.shard is None:
             return drop(x, p, key, context, self.batch_dim, None)
-        sharded = (x.dim() - 1, *self.shard.span(x.shape[-1]))
+        sharded = (self.dim % x.dim(), *self.shard.span(x.shape[self.dim]))
         with self.shard.all_rows():
             return drop(x, p, key, context, self.batch_dim, sharded)
 

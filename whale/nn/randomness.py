@@ -32,6 +32,8 @@ class CallNames:
         self.layer = ""
         self.heads: tuple[int, int, int] | None = None
         """(first, own, all) units of the attention now running, when it is split."""
+        self.drops_heads = False
+        """Whether functional dropout in it sees some heads, in dim 1 of four."""
         self._position = (-1, -1, -1, -1)
         self._calls: dict[str, int] = {}
 
@@ -100,7 +102,8 @@ class KeyedRandom(TorchFunctionMode):
         name = self.names.next()
         if not training or p == 0.0:
             return input
-        return self.drop(input, p, name)
+        by_heads = self.names.drops_heads and input.dim() == 4
+        return self.drop(input, p, name, self.names.heads if by_heads else None)
 
     def _attention(
         self,

@@ -30,6 +30,8 @@ class Shard:
     rows: RowLayout | None = None
     overlap: bool = False
     """Whether its weights are used once in a forward, so that their gradients may come late."""
+    marks: tuple[tuple[str, str], ...] = ()
+    """What else the rule does (`engine.unit_marks`)."""
 
     @property
     def communicator(self) -> Communicator:

@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from whale.nn.column_shard import ColumnShard, plain
 from whale.nn.deferred import QUEUE, WeightQueue, deferred, queue_of
 from whale.nn.forwards import replace_forward
+from whale.nn.linear_kinds import is_linear_kind
 from whale.nn.shard import Shard
 from whale.runtime import collectives
 from whale.runtime.context import RowLayout
@@ -28,9 +29,9 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A plain Linear or a Conv1D (subclasses may compute anything)."""
-    linear = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return type(module) in linear or is_conv1d(module)
+    """A Linear, a subclass that computes the same (`nn.linear_kinds`), or a Conv1D."""
+    own = module._parameters.keys() <= {"weight", "bias"} and "weight" in module._parameters
+    return own and (is_linear_kind(type(module)) or is_conv1d(module))
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int]:

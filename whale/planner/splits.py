@@ -144,6 +144,7 @@ def _cut(
         copies=option.copies,
         per_node=per_node,
         chunks=chunks,
+        marks=option.marks,
     )
 
 
