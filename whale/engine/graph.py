@@ -7,7 +7,7 @@ what grows with the batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class Run:
     calls: list[RandomCall]
     program: Program | None
     result: dict[str, Any]
+    reasons: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By Layer, why modules of it stay whole."""
 
     @classmethod
     def empty(cls) -> Run:
@@ -90,6 +92,7 @@ def graph_of(
                 params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
                 meets=tuple(meets.values()),
                 interleaved=_interleaved(list(meets), first, second),
+                reasons=tuple(first.reasons.get(path, {}).items()),
                 signature=signature(layers[path], found, shapes),
                 **found,
                 splits=tuple(

@@ -21,6 +21,7 @@ from whale.engine.expert_options import expert_options
 from whale.engine.heads import Call, Inside, is_elementwise
 from whale.engine.lone import is_returned, stays_sharded
 from whale.engine.program import Program, tensors_in, tree_map
+from whale.engine.reasons import whole_reasons
 from whale.engine.rules import user_rule
 from whale.engine.stacked_experts import is_stacked, stacked_options
 from whale.engine.trace import GlueTracer, is_cache
@@ -39,9 +40,14 @@ Names = dict[int, str]
 
 
 def split_options(
-    path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names
+    path: str,
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Names,
+    reasons: dict[str, str],
 ) -> tuple[SplitOption, ...]:
-    """All the ways found to shard the modules of one Layer.
+    """All the ways found to shard the modules of one Layer; `reasons` says why others stay whole.
 
     No module appears twice, but for a lone Linear: by columns, and by rows right after.
     """
@@ -69,9 +75,10 @@ def split_options(
     add(_multihead_options(modules, names))
     inside = _inside(path, layer, modules, args, kwargs, names)
     if inside is not None:
-        add(unit_options(inside, names, {}))
+        add(unit_options(inside, names, reasons))
         add(_pair_options(modules, inside.program, names))
     add(_leaf_options(modules, names))
+    reasons.update(whole_reasons(modules, options, inside is not None))
     if inside is None:
         grad = any(t.requires_grad for t in tensors_in((args, kwargs)))
         options = [replace(o, entered=int(grad), joined="returned") for o in options]

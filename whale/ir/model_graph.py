@@ -145,6 +145,8 @@ class Layer:
     """Bytes of the largest tensor made in it."""
     signature: str = ""
     """Layers of one signature take the same time: class, shapes and dtypes."""
+    reasons: tuple[tuple[str, str], ...] = ()
+    """(module, why) of those that no rule covers, and of attention not split by heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +332,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "made": [layer.made.fixed, layer.made.per_row],
         "largest": [layer.largest.fixed, layer.largest.per_row],
         "signature": layer.signature,
+        "reasons": [list(pair) for pair in layer.reasons],
         "splits": [
             {
                 "rule": o.rule,
@@ -370,6 +373,7 @@ def _layer_from(data: dict[str, Any]) -> Layer:
         made=_linear(data["made"]),
         largest=_linear(data["largest"]),
         signature=data["signature"],
+        reasons=tuple((path, why) for path, why in data.get("reasons", ())),
         splits=tuple(
             SplitOption(
                 rule=o["rule"],
