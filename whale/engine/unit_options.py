@@ -23,7 +23,7 @@ from torch import nn
 from whale.engine.heads import ATTENTION, Cut, Inside, is_elementwise, name_of
 from whale.engine.program import Op, Ref
 from whale.engine.rerun import counts_of, reruns
-from whale.engine.units import UnitFollower
+from whale.engine.units import ELEMENTWISE, UnitFollower
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
 from whale.nn.sharded import features, is_linear, linear_dims
@@ -269,6 +269,8 @@ def _seen(inside: Inside, column: str) -> list[tuple[int, ...]]:
     for op in program.ops:
         if not made.intersection(op.inputs) or not isinstance(op.args[0], Ref):
             continue
+        if name_of(op) in ELEMENTWISE and len(op.inputs) == 1:
+            made.update(op.outputs)
         if name_of(op) in ("split", "chunk", "split_with_sizes"):
             sizes = tuple(program.specs[v].shape[-1] for v in op.outputs)
             if sum(sizes) == width:

@@ -35,6 +35,8 @@ _MORE = frozenset(
     "add_ sub_ mul_ div_ __iadd__ __isub__ __imul__ __itruediv__ masked_fill_ maximum minimum erf "
     "copy_ double float half bfloat16 to type_as contiguous clone detach softplus erf log1p".split()
 )
+ELEMENTWISE = heads._MORE_ELEMENTWISE | _MORE
+"""Functions of which each element depends on the elements at its own place alone."""
 _MADE_ALIKE = frozenset(("zeros", "ones", "full", "new_zeros", "new_ones", "new_full"))
 _REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "norm"))
 
@@ -234,9 +236,9 @@ class UnitFollower(Follower):
             self.products += 1
         if name == "dropout":
             return self._dropout(op)
-        if name in ("max", "min") and (len(op.inputs) != 2 or len(op.outputs) != 1):
-            return None
-        if name in heads._MORE_ELEMENTWISE or name in _MORE or name in ("max", "min"):
+        if name in ("max", "min") and len(op.inputs) == 1:
+            return _reduce(self, op)
+        if name in ELEMENTWISE or name in ("max", "min"):
             return self._elementwise(op)
         own = _OWN.get(name)
         if own is not None:
@@ -250,6 +252,9 @@ class UnitFollower(Follower):
         if not isinstance(value, Ref) or list(op.inputs) != [value.index]:
             return None
         sections, last = self.parts[value.index], len(self.shape(value.index)) - 1
+        if name_of(op) in ELEMENTWISE and not op.state:
+            self.parts.update(dict.fromkeys(op.outputs, sections))
+            return [None] * len(op.outputs)
         borders = [0]
         for size in sections:
             borders.append(borders[-1] + size)
@@ -433,7 +438,7 @@ def _baddbmm(follower: Follower, op: Op) -> Cuts:
 def _reduce(follower: Follower, op: Op) -> Cuts:
     """A sum over dims other than the units'."""
     found = follower.first(op)
-    if found is None or len(op.outputs) != 1:
+    if found is None:
         return None
     cut, shape = found
     dim = heads._argument(op, 2 if name_of(op) == "norm" else 1, "dim")
@@ -444,7 +449,8 @@ def _reduce(follower: Follower, op: Op) -> Cuts:
     if cut.dim in gone:
         return None
     kept = len(follower.shape(op.outputs[0])) == len(shape)
-    return [cut if kept else Cut(cut.dim - sum(d < cut.dim for d in gone), cut.size)]
+    left = cut if kept else Cut(cut.dim - sum(d < cut.dim for d in gone), cut.size)
+    return [left] * len(op.outputs)
 
 
 def _normalize(follower: Follower, op: Op) -> Cuts:
