@@ -397,7 +397,8 @@ _ALL: tuple[Shelved, ...] = (
     Shelved(
         name="dbrx", family="experts", config="DbrxConfig", model="DbrxForCausalLM", batch=causal,
         sizes={"vocab_size": VOCAB, "d_model": HIDDEN, "n_heads": 4, "n_layers": 2,
-               "max_seq_len": 16, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+               "max_seq_len": 16,
+               "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
                "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 6, "moe_top_k": 2},
                "initializer_range": 0.2},
     ),

@@ -367,8 +367,8 @@ def main() -> int:
             break
         for name, layout, cell in run_groups(names[low : low + AT_ONCE], layouts):
             found.setdefault(name, {})[layout] = cell
-            print(name, layout, cell_text(cell), cell.get("share", ""), cell["seconds"]
-                  if "seconds" in cell else "", flush=True)  # fmt: skip
+            told = cell.get("share", ""), cell.get("attention", ""), cell.get("seconds", "")
+            print(name, layout, cell_text(cell), *told, flush=True)
         write(options.out, found, list(LAYOUTS))
     states = Counter(cell["state"] for row in found.values() for cell in row.values())
     return 1 if states["WRONG"] or states["crash"] else 0

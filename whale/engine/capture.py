@@ -174,7 +174,8 @@ def _watched(
                     replace_forward(layer, replaced)
                 try:
                     with _Paused(tracer):
-                        run.reasons[path] = why = {}
+                        why: dict[str, str] = {}
+                        run.reasons[path] = why
                         run.options[path] = counter.paused(
                             lambda: split_options(path, layer, args, kwargs, names, why)
                         )

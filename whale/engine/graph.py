@@ -84,6 +84,19 @@ def graph_of(
         meets = meets_of(layers[path], path, first)
         found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
         shapes = example.shapes if (example := examples.get(path)) is not None else []
+
+        def known(option: SplitOption, path: str = path, meets: Any = meets) -> SplitOption:
+            return replace(
+                without_unread(option, path, program, first.result),
+                dims=_batch_dims(option, first, second),
+                joined=joined(option, path, program),
+                meets_before=_meets_before(option, list(meets), first),
+                copies=_copies(option, first),
+                read=_nbytes(option, 0, by_name, first, second, rows),
+                made=_nbytes(option, 1, by_name, first, second, rows),
+                instead=tuple(known(other) for other in option.instead),
+            )
+
         graph_layers.append(
             Layer(
                 path=path,
@@ -96,15 +109,7 @@ def graph_of(
                 signature=signature(layers[path], found, shapes),
                 **found,
                 splits=tuple(
-                    replace(
-                        without_unread(option, path, program, first.result),
-                        dims=_batch_dims(option, first, second),
-                        joined=joined(option, path, program),
-                        meets_before=_meets_before(option, list(meets), first),
-                        copies=_copies(option, first),
-                        read=_nbytes(option, 0, by_name, first, second, rows),
-                        made=_nbytes(option, 1, by_name, first, second, rows),
-                    )
+                    known(option)
                     for option in _in_order(first.options.get(path, ()), first)
                     if option.rule != "row" or allows_rows(option, path, program, layers)
                 ),
@@ -175,7 +180,7 @@ def _meets_before(option: SplitOption, meets: list[str], run: Run) -> int:
 
 def _copies(option: SplitOption, run: Run) -> int:
     """Rows that travel for each that comes in: stacked experts are told the choices of each."""
-    if option.rule != "stacked experts" or option.path not in run.shapes:
+    if not option.rule.startswith("stacked ") or option.path not in run.shapes:
         return option.copies
     choices = run.shapes[option.path][0][1]
     return int(choices[-1])

@@ -85,6 +85,13 @@ def split_options(
     else:
         program = inside.program
         options = [_lone(o, program) if o.rule in ("column", "conv") else o for o in options]
+        leaves = list(_leaf_options(modules, names))
+        options = [
+            replace(o, instead=tuple(_lone(x, program) for x in leaves if x.path in o.modules))
+            if o.rule == "attention"
+            else o
+            for o in options
+        ]
     found: list[SplitOption] = []
     for option in options:
         found.append(option)

@@ -1,9 +1,9 @@
 """Rerun: whether a module's code does the same with a few units as with all.
 
 Place in the flow: asked by `engine.unit_options` before a way to cut is offered. The sharded
-forwards are put on a copy with the weights of one or two units, on fake tensors, and every operation is compared
-with the trace: the same function, the same numbers, and the shape that follows from where the units
-are. Code that remembers a size does not pass, unless it keeps it in an attribute that counts heads
+forwards are put on a copy with the weights of one or two units, on fake tensors, and every
+operation is compared with the trace: the same function, the same numbers, and the shape that
+follows from where the units are. Code that remembers a size does not pass, unless it keeps it in an attribute that counts heads
 or their width: those are changed with the weights. Nothing would notice in a real run.
 """
 
@@ -82,9 +82,10 @@ def _attributes(inside: Inside, path: str, follower: UnitFollower) -> Iterator[l
                 to = configured if attribute.startswith("config.") else named
                 to.append(f"{name}:{attribute}")
         for attribute, value in module.__dict__.items():
-            if type(value) is int and attribute not in (*_COUNTS, *_NOT_COUNTS):
-                if value in sizes and value > 1 and value % follower.units == 0:
-                    others.append(f"{name}:{attribute}")
+            if type(value) is not int or attribute in (*_COUNTS, *_NOT_COUNTS):
+                continue
+            if value in sizes and value > 1 and value % follower.units == 0:
+                others.append(f"{name}:{attribute}")
     yield named
     if configured:
         yield [*named, *configured]
@@ -193,9 +194,7 @@ def _hide(path: str, module: nn.Module, watch: _Watch) -> None:
     replace_forward(module, hidden)
 
 
-def _same(
-    op: Op, entry: tuple[str, Any, Counter[Any]], follower: UnitFollower, units: int
-) -> bool:
+def _same(op: Op, entry: tuple[str, Any, Counter[Any]], follower: UnitFollower, units: int) -> bool:
     name, shapes, numbers = entry
     if op.layer is not None:
         if name != op.layer:

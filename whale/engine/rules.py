@@ -159,6 +159,12 @@ def _install_stacked(
     replace_forward(parts[0], StackedForward(parts[0], shard))
 
 
+def _install_stacked_columns(
+    path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
+) -> None:
+    replace_forward(parts[0], StackedForward(parts[0], shard, by_columns=True))
+
+
 def _install_user(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
@@ -185,5 +191,6 @@ _INSTALL: dict[str, Callable[[str, list[nn.Module], Shard, dict[str, nn.Module]]
     "experts": _install_experts,
     "expert columns": _install_expert_columns,
     "stacked experts": _install_stacked,
+    "stacked columns": _install_stacked_columns,
     "user": _install_user,
 }

@@ -22,7 +22,7 @@ from whale.ir.sharding import DimSharding
 from whale.nn.forwards import replace_forward
 from whale.nn.moe.experts import moe_ffn
 from whale.nn.moe.layer import MoE
-from whale.nn.moe.stacked import matrices
+from whale.nn.moe.stacked import matrices, plain_activation
 
 _CHOICES = frozenset(("top_k_index", "router_indices", "top_k_indices", "expert_indices"))
 _WEIGHTS = frozenset(("top_k_weights", "routing_weights", "expert_weights"))
@@ -96,7 +96,33 @@ def stacked_options(
                 params=cuts,
                 # What comes before it in its Layer has parameters, so its input has a gradient.
                 entered=int(grad or index > 0),
+                instead=tuple(_by_columns(path, module, names, int(grad or index > 0))),
             )
+
+
+def _by_columns(
+    path: str, module: nn.Module, names: Mapping[int, str], entered: int
+) -> Iterable[SplitOption]:
+    """Every expert by its hidden columns, for more members than experts; plain gated ones only."""
+    found = matrices(module)
+    own = list(module.parameters())
+    if found is None or plain_activation(module) is None or len(own) != 2:
+        return
+    hidden = found[1].shape[1]
+    transposed = found[0].stride() != own[0].stride()
+    into, out_of = (1, 2) if transposed else (2, 1)
+    yield SplitOption(
+        rule="stacked columns",
+        path=path,
+        modules=tuple(f"{path}.{n}" if n else path for n, _ in module.named_modules()),
+        units=hidden,
+        unit="columns",
+        params=(
+            (names[id(own[0])], DimSharding(dim=into, sections=(hidden,) * 2, units=hidden)),
+            (names[id(own[1])], DimSharding(dim=out_of, sections=(hidden,), units=hidden)),
+        ),
+        entered=entered,
+    )
 
 
 def check_balance(model: nn.Module, plan: Plan) -> None:

@@ -299,14 +299,18 @@ def _option(
     params: list[tuple[str, DimSharding]] = []
     for column, laid in sections.items():
         dim = linear_dims(modules[column])[0]
-        params.append((_name(modules[column], names), DimSharding(dim=dim, sections=laid, units=units)))
+        params.append(
+            (_name(modules[column], names), DimSharding(dim=dim, sections=laid, units=units))
+        )
         if getattr(modules[column], "bias", None) is not None:
             cut = DimSharding(dim=0, sections=laid, units=units)
             params.append((_name(modules[column], names, "bias"), cut))
     for row in sorted(rows):
         size = features(modules[row])[1]
         dim = linear_dims(modules[row])[1]
-        params.append((_name(modules[row], names), DimSharding(dim=dim, sections=(size,), units=units)))
+        params.append(
+            (_name(modules[row], names), DimSharding(dim=dim, sections=(size,), units=units))
+        )
     for name, _ in follower.cut_state.items():
         size = inside.state[name].shape[0]
         params.append((name, DimSharding(dim=0, sections=(size,), units=units)))
@@ -374,7 +378,7 @@ def _places(inside: Inside, path: str, summed: Iterable[str]) -> set[str]:
 
 # ---- columns -------------------------------------------------------------------------------------
 
-_TAKEN_APART = frozenset(("chunk", "split", "__getitem__", "glu"))
+_TAKEN_APART = frozenset(("chunk", "split", "__getitem__", "glu", "dropout"))
 
 
 def _by_columns(
@@ -389,19 +393,22 @@ def _by_columns(
     if any(size % width for size in sizes.values()):
         return None
     sections = {c: (width,) * (sizes[c] // width) for c in sorted(columns)}
-    if len(rows) == 1 and all(len(s) == 1 for s in sections.values()):
-        return None  # a plain pair
+    plain = len(rows) == 1 and all(len(s) == 1 for s in sections.values())
     follower = UnitFollower(inside, path, width)
     if not follower.follow(sections, rows, set()):
         return None
     if follower.summed or follower.operands or follower.products or follower.head_dropouts:
         return None
-    cut = follower.cuts
-    for op in inside.program.ops:
-        read = any(v in cut for v in op.inputs)
-        if not read or op.layer in rows or name_of(op) in _TAKEN_APART:
-            continue
-        if not is_elementwise(op, inside.modules):
+    between = [
+        op
+        for op in inside.program.ops
+        if op.layer not in rows and any(v in follower.cuts for v in op.inputs)
+    ]
+    if plain and all(is_elementwise(op, inside.modules) for op in between):
+        return None  # `engine.match` finds it
+    for op in between:
+        known = name_of(op) in _TAKEN_APART | ELEMENTWISE
+        if not (known if op.layer is None else is_elementwise(op, inside.modules)):
             return None
     option = _option(inside, names, path, sections, rows, set(), follower, rule="pair")
     return reruns(option, inside, follower, path)

@@ -16,14 +16,14 @@ Everything else ends the walk with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
 from whale.engine import heads
 from whale.engine.heads import ATTENTION, Cut, Cuts, Follower, Inside, is_elementwise, name_of
 from whale.engine.program import Op, Ref, State
+from whale.engine.unit_ops import UNIT_OPS, reduce_dims
 
 FITTED = frozenset(
     "add __add__ __radd__ __iadd__ add_ sub __sub__ __rsub__ mul __mul__ __rmul__ __imul__ mul_ "
@@ -38,7 +38,6 @@ _MORE = frozenset(
 ELEMENTWISE = heads._MORE_ELEMENTWISE | _MORE
 """Functions of which each element depends on the elements at its own place alone."""
 _MADE_ALIKE = frozenset(("zeros", "ones", "full", "new_zeros", "new_ones", "new_full"))
-_REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "norm"))
 
 
 class UnitFollower(Follower):
@@ -78,7 +77,7 @@ class UnitFollower(Follower):
         for place, op in enumerate(self.program.ops):
             self.progress = place
             touched = [v for v in op.inputs if v in self.cuts or v in self.parts]
-            if op.layer in sections and not touched:
+            if op.layer is not None and op.layer in sections and not touched:
                 self._begin(op, sections[op.layer])
                 continue
             if op.layer in entries:
@@ -147,15 +146,15 @@ class UnitFollower(Follower):
         if any(v in self.entered for v in op.inputs):
             self.entered.update(made)
             # Parameters in between get the gradient of the own units only.
-            self.summed.update(self._trained(op.state))
+            self.summed.update(self.trained(op.state))
             if op.layer is not None:
                 held = {id(p) for p in self.inside.modules[op.layer].parameters()}
-                names = tuple(n for n, p in self.inside.state.items() if id(p) in held)
-                self.summed.update(self._trained(names))
+                own = [n for n, p in self.inside.state.items() if id(p) in held]
+                self.summed.update(self.trained(own))
             for value in op.inputs:
                 self.summed.update(self.of_state.get(value, ()))
         elif op.layer is None and all(v in self.of_state for v in op.inputs):
-            names = frozenset(self._trained(op.state))
+            names = frozenset(self.trained(op.state))
             for value in op.inputs:
                 names |= self.of_state[value]
             if names:
@@ -186,7 +185,8 @@ class UnitFollower(Follower):
             if isinstance(source, Ref) and source.index in self.alike:
                 self.alike[made] = self.alike[source.index]
 
-    def _trained(self, names: tuple[str, ...]) -> set[str]:
+    def trained(self, names: Iterable[str]) -> set[str]:
+        """Those of these that are trainable parameters."""
         state = self.inside.state
         return {n for n in names if n in state and state[n].requires_grad}
 
@@ -201,9 +201,7 @@ class UnitFollower(Follower):
                 read |= self.of_state.get(value, frozenset())
             if not read & self.summed:
                 continue
-            inside = [
-                v for v in (*op.inputs, *op.outputs) if v in self.cuts or v in self.entered
-            ]
+            inside = [v for v in (*op.inputs, *op.outputs) if v in self.cuts or v in self.entered]
             if not inside and not all(v in self.of_state for v in op.outputs):
                 self.reason = f"{sorted(read & self.summed)[0]} is read elsewhere too"
                 return False
@@ -237,10 +235,10 @@ class UnitFollower(Follower):
         if name == "dropout":
             return self._dropout(op)
         if name in ("max", "min") and len(op.inputs) == 1:
-            return _reduce(self, op)
+            return reduce_dims(self, op)
         if name in ELEMENTWISE or name in ("max", "min"):
             return self._elementwise(op)
-        own = _OWN.get(name)
+        own = UNIT_OPS.get(name)
         if own is not None:
             return own(self, op)
         handler = heads._HANDLERS.get(name)
@@ -296,9 +294,7 @@ class UnitFollower(Follower):
             return None
         (place,) = places
         whole: list[tuple[int | str, tuple[int, ...], bool]] = [
-            (v, self.shape(v), self.program.specs[v].grad)
-            for v in op.inputs
-            if v not in self.cuts
+            (v, self.shape(v), self.program.specs[v].grad) for v in op.inputs if v not in self.cuts
         ]
         for name in op.state:
             if name in self.cut_state:
@@ -308,11 +304,11 @@ class UnitFollower(Follower):
             tensor = self.inside.state[name]
             whole.append((name, tuple(tensor.shape), tensor.requires_grad))
         for value, shape, grad in whole:
-            if not self._meets(op, value, shape, grad, place, dims):
+            if not self.meets(op, value, shape, grad, place, dims):
                 return None
         return [place]
 
-    def _meets(
+    def meets(
         self,
         op: Op,
         value: int | str,
@@ -359,9 +355,7 @@ class UnitFollower(Follower):
             self.dropouts.append(op.layer)
             return self._elementwise(op)
         (value,) = op.inputs
-        if getattr(module, "p", 0.0) and (
-            self.cuts[value].dim != 1 or len(self.shape(value)) != 4
-        ):
+        if getattr(module, "p", 0.0) and (self.cuts[value].dim != 1 or len(self.shape(value)) != 4):
             return None
         self.head_dropouts.append(op.layer)
         return self._elementwise(op)
@@ -379,235 +373,6 @@ class UnitFollower(Follower):
             if "()" not in self.head_dropouts:
                 self.head_dropouts.append("()")
         return [found[0]]
-
-
-def _matmul(follower: Follower, op: Op) -> Cuts:
-    """Products whose units are in a batch dim of both sides."""
-    assert isinstance(follower, UnitFollower)
-    sides = op.args[:2]
-    if len(sides) != 2 or not all(isinstance(s, Ref) for s in sides):
-        return None
-    return _product(follower, op, [s.index for s in sides])
-
-
-def _product(follower: UnitFollower, op: Op, sides: list[int]) -> Cuts:
-    (made,) = op.outputs
-    dims = len(follower.shape(made))
-    places: set[tuple[int, int]] = set()
-    for value in sides:
-        cut = follower.cuts.get(value)
-        shape = follower.shape(value)
-        if cut is not None:
-            if cut.dim >= len(shape) - 2:
-                return None
-            places.add((cut.dim - len(shape), cut.size))
-    if len(places) != 1:
-        return None
-    ((at, size),) = places
-    for value in sides:
-        shape = follower.shape(value)
-        if value in follower.cuts:
-            continue
-        if follower.alike.get(value) == at + len(shape) and value in follower.entered:
-            continue
-        has_units = len(shape) + at >= 0 and shape[at] != 1
-        if has_units or (follower.program.specs[value].grad and value not in follower.entered):
-            return None
-    return [Cut(dims + at, size)]
-
-
-def _baddbmm(follower: Follower, op: Op) -> Cuts:
-    """A bias of every unit, which a member takes its part of, and a product."""
-    assert isinstance(follower, UnitFollower)
-    refs = [heads._argument(op, i, n) for i, n in enumerate(("input", "batch1", "batch2"))]
-    if not all(isinstance(r, Ref) for r in refs):
-        return None
-    bias, *sides = (r.index for r in refs)
-    found = _product(follower, op, sides)
-    if found is None or found[0] is None:
-        return None
-    (made,) = op.outputs
-    dims = len(follower.shape(made))
-    if bias in follower.cuts:
-        return found if follower.cuts[bias] == found[0] else None
-    grad = follower.program.specs[bias].grad
-    met = follower._meets(op, bias, follower.shape(bias), grad, found[0], dims)
-    return found if met else None
-
-
-def _reduce(follower: Follower, op: Op) -> Cuts:
-    """A sum over dims other than the units'."""
-    found = follower.first(op)
-    if found is None:
-        return None
-    cut, shape = found
-    dim = heads._argument(op, 2 if name_of(op) == "norm" else 1, "dim")
-    over = [dim] if type(dim) is int else dim
-    if not isinstance(over, (tuple, list)) or not all(type(d) is int for d in over):
-        return None
-    gone = {d % len(shape) for d in over}
-    if cut.dim in gone:
-        return None
-    kept = len(follower.shape(op.outputs[0])) == len(shape)
-    left = cut if kept else Cut(cut.dim - sum(d < cut.dim for d in gone), cut.size)
-    return [left] * len(op.outputs)
-
-
-def _normalize(follower: Follower, op: Op) -> Cuts:
-    """A norm over dims other than the units'; its weights' gradients are summed."""
-    assert isinstance(follower, UnitFollower)
-    value = op.args[0] if op.args else op.kwargs.get("input")
-    if not isinstance(value, Ref) or value.index not in follower.cuts:
-        return None
-    cut, shape = follower.cuts[value.index], follower.shape(value.index)
-    over = heads._argument(op, 1, "normalized_shape")
-    if not isinstance(over, (tuple, list)) or cut.dim >= len(shape) - len(over):
-        return None
-    others = [v for v in op.inputs if v != value.index]
-    if any(v in follower.cuts or v not in follower.of_state for v in others):
-        return None
-    follower.summed |= follower._trained(op.state)
-    for other in others:
-        follower.summed |= follower.of_state[other]
-    return [cut]
-
-
-def _join(follower: Follower, op: Op) -> Cuts:
-    """Values that are all cut alike, or alike for all units, along another dim."""
-    assert isinstance(follower, UnitFollower)
-    parts = op.args[0]
-    if not isinstance(parts, (tuple, list)) or not all(isinstance(p, Ref) for p in parts):
-        return None
-    known = [p.index for p in parts if p.index in follower.cuts]
-    if len(known) == len(parts):
-        return heads._join(follower, op)
-    cuts = {follower.cuts[v] for v in known}
-    if len(cuts) != 1 or name_of(op) == "stack":
-        return None
-    (cut,) = cuts
-    dim = heads._dim(op, 1, "dim", len(follower.shape(known[0])), 0)
-    for part in parts:
-        value = part.index
-        if value in follower.cuts:
-            continue
-        needs = follower.program.specs[value].grad and value not in follower.entered
-        if follower.alike.get(value) != cut.dim or needs:
-            return None
-    return [cut] if dim is not None and dim != cut.dim else None
-
-
-def _like(follower: Follower, op: Op) -> Cuts:
-    found = follower.first(op)
-    return None if found is None else [found[0]]
-
-
-def _like_in(follower: Follower, op: Op) -> Cuts:
-    """A new tensor with as many units in the same dim."""
-    found = follower.first(op)
-    if found is None:
-        return None
-    cut, shape = found
-    new = follower.shape(op.outputs[0])
-    same = len(new) == len(shape) and new[cut.dim] == shape[cut.dim]
-    return [cut] if same else None
-
-
-def _glu(follower: Follower, op: Op) -> Cuts:
-    """Two halves multiplied, each with all units."""
-    found = follower.first(op)
-    dim = heads._dim(op, 1, "dim", len(found[1]), -1) if found is not None else None
-    if found is None or dim is None:
-        return None
-    cut, shape = found
-    if dim == cut.dim and (shape[dim] // 2) % (cut.size * follower.units):
-        return None
-    return [cut]
-
-
-def _attribute(follower: Follower, op: Op) -> Cuts:
-    """`x.mT` and `x.T`."""
-    found = follower.first(op)
-    if found is None or op.args[1] not in ("mT", "T", "data"):
-        return None
-    cut, shape = found
-    if op.args[1] == "data":
-        return [cut]
-    if op.args[1] == "T" and len(shape) != 2:
-        return None
-    a, b = len(shape) - 1, len(shape) - 2
-    return [Cut({a: b, b: a}.get(cut.dim, cut.dim), cut.size)]
-
-
-def _select(follower: Follower, op: Op) -> Cuts:
-    found = follower.first(op)
-    dim = heads._dim(op, 1, "dim", len(found[1])) if found is not None else None
-    if found is None or dim is None or dim == found[0].dim:
-        return None
-    kept = len(follower.shape(op.outputs[0])) == len(found[1])
-    return [found[0] if kept else Cut(found[0].dim - (dim < found[0].dim), found[0].size)]
-
-
-def _index(follower: Follower, op: Op) -> Cuts:
-    """As in `engine.heads`; a list of places along another dim than the units' is a slice."""
-    items = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
-    lists = [i for i in items if isinstance(i, list) and all(type(n) is int for n in i)]
-    found = follower.first(op)
-    if len(lists) != 1 or found is None:
-        return heads._index(follower, op)
-    shown = tuple(slice(None) if isinstance(i, list) else i for i in items)
-    place = items.index(lists[0])
-    named = [i for i in items if i is not None and i is not ...]
-    if ... in items[:place]:
-        dim = len(found[1]) - len([i for i in items[place:] if i is not None])
-    else:
-        dim = sum(i is not None for i in items[:place])
-    if dim == found[0].dim or len(named) > len(found[1]) or any(type(i) is int for i in items):
-        return None
-    return heads._index(follower, replace(op, args=(op.args[0], shown)))
-
-
-def _einsum(follower: Follower, op: Op) -> Cuts:
-    """Units in one letter of every operand that has them, and of the result."""
-    assert isinstance(follower, UnitFollower)
-    equation, *operands = op.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
-        return None
-    if not all(isinstance(o, Ref) for o in operands):
-        return None
-    left, right = equation.replace(" ", "").split("->")
-    letters: set[tuple[str, int]] = set()
-    terms = list(zip(left.split(","), [o.index for o in operands], strict=True))
-    for term, value in terms:
-        if value in follower.cuts:
-            cut = follower.cuts[value]
-            letters.add((term[cut.dim], cut.size))
-    if len(letters) != 1:
-        return None
-    ((letter, size),) = letters
-    for term, value in terms:
-        if value not in follower.cuts and (
-            letter in term or follower.program.specs[value].grad
-        ):
-            return None
-    return [Cut(right.index(letter), size)] if right.count(letter) == 1 else None
-
-
-_OWN: dict[str, Callable[[Follower, Op], Cuts]] = {
-    **dict.fromkeys(("matmul", "__matmul__", "bmm"), _matmul),
-    **dict.fromkeys(("layer_norm", "rms_norm"), _normalize),
-    **dict.fromkeys(_REDUCTIONS, _reduce),
-    **dict.fromkeys(("cat", "stack", "concat"), _join),
-    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like"), _like),
-    **dict.fromkeys(("select", "narrow"), _select),
-    "baddbmm": _baddbmm,
-    "glu": _glu,
-    "getattr": _attribute,
-    "einsum": _einsum,
-    "__getitem__": _index,
-    "new_empty": _like_in,
-}
 
 
 def local_shape(follower: UnitFollower, value: int, units: int) -> tuple[int, ...]:

@@ -88,6 +88,8 @@ class SplitOption:
     """Bytes of its output."""
     marks: tuple[tuple[str, str], ...] = ()
     """What else the rule does, as (what, where); the table is in `engine.unit_marks`."""
+    instead: tuple[SplitOption, ...] = ()
+    """What is taken where there are more devices than units: fewer heads than devices, say."""
 
 
 DROPOUT_BYTES = 31.0
@@ -333,27 +335,52 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "largest": [layer.largest.fixed, layer.largest.per_row],
         "signature": layer.signature,
         "reasons": [list(pair) for pair in layer.reasons],
-        "splits": [
-            {
-                "rule": o.rule,
-                "path": o.path,
-                "modules": list(o.modules),
-                "units": o.units,
-                "unit": o.unit,
-                "dims": [list(side) for side in o.dims],
-                "inside": list(o.inside),
-                "entered": o.entered,
-                "joined": o.joined,
-                "meets_before": o.meets_before,
-                "copies": o.copies,
-                "read": [o.read.fixed, o.read.per_row],
-                "made": [o.made.fixed, o.made.per_row],
-                "marks": [list(mark) for mark in o.marks],
-                "params": {name: sharding.to_dict() for name, sharding in o.params},
-            }
-            for o in layer.splits
-        ],
+        "splits": [_option_dict(o) for o in layer.splits],
     }
+
+
+def _option_dict(o: SplitOption) -> dict[str, Any]:
+    return {
+        "rule": o.rule,
+        "path": o.path,
+        "modules": list(o.modules),
+        "units": o.units,
+        "unit": o.unit,
+        "dims": [list(side) for side in o.dims],
+        "inside": list(o.inside),
+        "entered": o.entered,
+        "joined": o.joined,
+        "meets_before": o.meets_before,
+        "copies": o.copies,
+        "read": [o.read.fixed, o.read.per_row],
+        "made": [o.made.fixed, o.made.per_row],
+        "marks": [list(mark) for mark in o.marks],
+        "instead": [_option_dict(other) for other in o.instead],
+        "params": {name: sharding.to_dict() for name, sharding in o.params},
+    }
+
+
+def _option_from(o: dict[str, Any]) -> SplitOption:
+    return SplitOption(
+        rule=o["rule"],
+        path=o["path"],
+        modules=tuple(o["modules"]),
+        units=o["units"],
+        unit=o["unit"],
+        dims=(tuple(o["dims"][0]), tuple(o["dims"][1])),
+        inside=tuple(o["inside"]),
+        entered=o["entered"],
+        joined=o["joined"],
+        meets_before=o["meets_before"],
+        copies=o["copies"],
+        read=_linear(o["read"]),
+        made=_linear(o["made"]),
+        marks=tuple((what, where) for what, where in o.get("marks", ())),
+        instead=tuple(_option_from(other) for other in o.get("instead", ())),
+        params=tuple(
+            (name, DimSharding.from_dict(sharding)) for name, sharding in o["params"].items()
+        ),
+    )
 
 
 def _layer_from(data: dict[str, Any]) -> Layer:
@@ -374,29 +401,7 @@ def _layer_from(data: dict[str, Any]) -> Layer:
         largest=_linear(data["largest"]),
         signature=data["signature"],
         reasons=tuple((path, why) for path, why in data.get("reasons", ())),
-        splits=tuple(
-            SplitOption(
-                rule=o["rule"],
-                path=o["path"],
-                modules=tuple(o["modules"]),
-                units=o["units"],
-                unit=o["unit"],
-                dims=(tuple(o["dims"][0]), tuple(o["dims"][1])),
-                inside=tuple(o["inside"]),
-                entered=o["entered"],
-                joined=o["joined"],
-                meets_before=o["meets_before"],
-                copies=o["copies"],
-                read=_linear(o["read"]),
-                made=_linear(o["made"]),
-                marks=tuple((what, where) for what, where in o.get("marks", ())),
-                params=tuple(
-                    (name, DimSharding.from_dict(sharding))
-                    for name, sharding in o["params"].items()
-                ),
-            )
-            for o in data["splits"]
-        ),
+        splits=tuple(_option_from(o) for o in data["splits"]),
     )
 
 

@@ -40,11 +40,12 @@ def is_linear_kind(kind: type[nn.Module]) -> bool:
     """Whether calling an instance of this class is a product with its weight, plus its bias."""
     if not issubclass(kind, nn.Linear) or kind.__call__ is not nn.Module.__call__:
         return False
-    return kind.forward is nn.Linear.forward or _writes_it_out(kind)
+    own: Any = kind
+    return kind.forward is nn.Linear.forward or bool(_writes_it_out(own))
 
 
 @cache
-def _writes_it_out(kind: type[nn.Linear]) -> bool:
+def _writes_it_out(kind: Any) -> bool:
     # It may be asked in the middle of a capture, where tensors are fake.
     with real_tensors():
         return all(_is_linear_on(kind, b, t) for b in (True, False) for t in (True, False))

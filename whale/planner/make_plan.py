@@ -24,8 +24,8 @@ from whale.ir.schedule import Action, Schedule
 from whale.planner.candidate import Candidate
 from whale.planner.candidates import automatic, orders
 from whale.planner.placement import Placement, feeding, place, stages_of
-from whale.planner.replicas import smaller_micro_batches
 from whale.planner.reasons import reasons_of
+from whale.planner.replicas import smaller_micro_batches
 from whale.planner.schedules import canonical_kind, rank_actions
 from whale.planner.shares import Shares
 from whale.planner.splits import choose_splits, make_homes, users_of

@@ -59,6 +59,7 @@ def choose_splits(
     if width == 1:
         return ()
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
+    options = [way for o in options for way in ((o,) if o.units >= width else o.instead)]
     options = [o for o in options if o.units >= width and (_has_rows(o) or not bridged)]
     # The other users of a tied weight (an embedding, most often) cut what are columns here.
     tied = {p.name for p in graph.parameters if p.aliases}
@@ -108,7 +109,8 @@ def _read_whole(
                 continue
             same = [
                 o
-                for o in layer.splits
+                for split in layer.splits
+                for o in (split, *split.instead)
                 if any(n == name and s == sharding for n, s in o.params) and o in options
             ]
             if not same:

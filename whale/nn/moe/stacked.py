@@ -87,12 +87,13 @@ class StackedForward:
         shard: The group, and which experts are whose.
     """
 
-    def __init__(self, module: nn.Module, shard: Shard) -> None:
-        self.module, self.shard = module, shard
+    def __init__(self, module: nn.Module, shard: Shard, *, by_columns: bool = False) -> None:
+        self.module, self.shard, self.by_columns = module, shard, by_columns
         self.exchange = Exchange(shard)
         self.activation = plain_activation(module)
         self.own = module.forward
-        module.num_experts = shard.num_units  # type: ignore[assignment]
+        if not by_columns:
+            module.num_experts = shard.num_units  # type: ignore[assignment]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The replaced forward."""
@@ -106,8 +107,16 @@ class StackedForward:
                 "experts out of the split",
             )
         compute = self._inside if self.shard.rows is None else self._across
+        if self.by_columns:
+            compute = self._columns
         made = compute(tokens.reshape(-1, tokens.shape[-1]), top_k_index, gates)
         return made.view(tokens.shape)
+
+    def _columns(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        """All members work on every row, each with its hidden columns of every expert."""
+        shard = self.shard
+        gates, tokens = shard.enter(gates), shard.enter(tokens)
+        return shard.leave(self._ffn(tokens, shard.gather_rows(ids), gates))
 
     def _inside(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         """All members see the same rows."""
