@@ -219,6 +219,8 @@ def _head_counts(inside: Inside, path: str, width: int) -> list[int]:
         if name_of(op) in (ATTENTION, "softmax"):
             for value in op.inputs:
                 told.update(inside.program.specs[value].shape[1:-2])
+    # Keys and values may have fewer heads, each for several of the queries'.
+    told |= {n // d for n in told if n > 0 for d in range(2, n) if n % d == 0}
     return sorted((n for n in told if n > 1 and width % n == 0), reverse=True)
 
 

@@ -342,6 +342,16 @@ class UnitFollower(Follower):
             self.operand_grads.add(value if isinstance(value, int) else -1)
         return True
 
+    def _attention(self, op: Op) -> Cuts:
+        mask = heads._argument(op, 3, "attn_mask")
+        if (
+            isinstance(mask, Ref)
+            and mask.index in self.alike
+            and self.program.specs[mask.index].grad
+        ):
+            return None  # its gradient would be that of the own heads only
+        return super()._attention(op)
+
     def _made_whole(self, mask: int, heads: int) -> bool:
         """Anything goes: the trial compares every shape with fewer units."""
         return True
