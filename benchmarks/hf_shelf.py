@@ -277,7 +277,7 @@ def cell_text(cell: dict[str, Any] | None) -> str:
 def table(found: dict[str, dict[str, Any]], layouts: Sequence[str]) -> list[str]:
     """The rows of the table."""
     lines = [
-        "| model | kind | " + " | ".join(layouts) + " | share split | attention | lone gathers |",
+        "| model | kind | " + " | ".join(layouts) + " | share split | attention | gathers |",
         "|---" * (len(layouts) + 5) + "|",
     ]
     for name, row in found.items():
@@ -333,6 +333,50 @@ def write(out: Path, found: dict[str, dict[str, Any]], layouts: Sequence[str]) -
     out.with_suffix(".md").write_text("\n".join(text) + "\n")
 
 
+PAGE = """# Hugging Face, the whole shelf
+
+What Whale makes of the architectures of `transformers`, measured: every model below was made from a
+tiny config, annotated as a whole, and trained under each layout on real processes against plain
+torch in one process, in float64.
+
+| column | meaning |
+|---|---|
+| `data` | data parallel on 2 unequal devices |
+| `split` | `wh.split()` over the whole model, 2 devices |
+| `stage` | 2 stages, 2 micro-batches |
+| `stage-split` | 2 stages of `split` over 2 devices each |
+| `data-split` | 2 replicas of `split` over 2 devices each |
+| share split | parameters of the `split` that are cut; the rest is whole on every device |
+| attention | by heads (no gathers inside), or by columns (exact too, with a gather per projection) |
+| gathers | modules split alone, whose output or input is gathered |
+
+A cell is `exact` with the worst relative error of losses, gradients and weights over some steps of
+AdamW, or `refused` with the reason. `print(step.plan)` says for your own model what stays whole and
+why; less than half truly split is a warning.
+
+transformers computes norms, softmaxes and losses in float32 whatever the weights are in. For this
+table those casts are casts to float64, so that anything above 1e-9 is an error; nothing else of the
+models is changed but dropout, which is 0.
+
+The table is made by `python -m benchmarks.hf_shelf`, and this page of it by `--page
+docs/reference/hugging-face.md`. A part of it runs with the tests.
+"""
+
+
+def write_page(page: Path, out: Path, layouts: Sequence[str]) -> None:
+    """The page of the documentation, of the data at `out`."""
+    data = json.loads(out.with_suffix(".json").read_text())
+    lines = [
+        PAGE,
+        f"Measured {data['date']} on {data['hardware']}.",
+        "",
+        *summary(data["rows"], layouts),
+        "",
+        *table(data["rows"], layouts),
+    ]
+    page.write_text("\n".join(lines) + "\n")
+
+
 def main() -> int:
     """Runs what was asked for and writes the table after each cell."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -342,6 +386,7 @@ def main() -> int:
     parser.add_argument("--plan", action="store_true", help="plans only, in one process")
     parser.add_argument("--missing", action="store_true", help="only cells that are not there")
     parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--page", type=Path, help="write this page of what is known, run nothing")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     names = options.only.split(",") if options.only else list(SHELF)
@@ -350,6 +395,9 @@ def main() -> int:
     found: dict[str, dict[str, Any]] = {}
     if known.exists():
         found = json.loads(known.read_text())["rows"]
+    if options.page is not None:
+        write_page(options.page, options.out, list(LAYOUTS))
+        return 0
     if options.plan:
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)

@@ -38,6 +38,7 @@ class Eager(nn.Module):
         self.a, self.b, self.c, self.d = (nn.Linear(DIM, DIM, bias=i % 2 == 0) for i in range(4))
         self.drop = nn.Dropout(0.4)
         self.of_head = Scale(WIDTH) if "norm" in kind else None
+        self.of_all = Scale(DIM) if kind == "wide scale" else nn.Identity()
         if kind == "sinks":
             self.sinks = nn.Parameter(torch.randn(HEADS))
         if "slopes" in kind:
@@ -49,9 +50,8 @@ class Eager(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Any:
         B, T, _ = x.shape  # noqa: N806
-        q, k, v = (
-            p(x).view(B, T, self.parts, -1).transpose(1, 2) for p in (self.a, self.b, self.c)
-        )
+        rows = self.of_all(self.a(x)), self.of_all(self.b(x)), self.c(x)
+        q, k, v = (t.view(B, T, self.parts, -1).transpose(1, 2) for t in rows)
         if self.of_head is not None:
             q, k = self.of_head(q), self.of_head(k)
         if self.kind == "norm used on whole values too":
@@ -196,7 +196,7 @@ EAGER: dict[str, Case] = {
         kind: _eager(kind)
         for kind in (
             "plain", "norm of a head", "sinks", "slopes", "learned slopes", "soft cap", "causal",
-            "chances returned",
+            "chances returned", "wide scale",
         )
     },
     **{

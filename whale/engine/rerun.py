@@ -3,8 +3,9 @@
 Place in the flow: asked by `engine.unit_options` before a way to cut is offered. The sharded
 forwards are put on a copy with the weights of one or two units, on fake tensors, and every
 operation is compared with the trace: the same function, the same numbers, and the shape that
-follows from where the units are. Code that remembers a size does not pass, unless it keeps it in an attribute that counts heads
-or their width: those are changed with the weights. Nothing would notice in a real run.
+follows from where the units are. Code that remembers a size does not pass, unless it keeps it in an
+attribute that counts heads or their width: those are changed with the weights. Nothing would notice
+in a real run.
 """
 
 from __future__ import annotations

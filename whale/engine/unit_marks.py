@@ -11,6 +11,7 @@ SplitOption are made by `engine.unit_options`, tried by `engine.rerun`, and trav
 | `entry` path | a module whose whole output meets units |
 | `inside` path | a column that reads what comes out of an entry |
 | `operand` function:dim:size | whole operands of which the own units are taken |
+| `mean` width | means over the columns of all units, of that width: summed over members |
 | `returned` place:dim:result | an output that holds units, gathered (`without_unread`) |
 | `head dropout` path | a dropout that sees some heads, in dim 1; `()` for functional ones |
 """
@@ -70,15 +71,16 @@ def install_marks(path: str, shard: Shard, modules: Mapping[str, nn.Module]) -> 
     for place, names in summed.items():
         module_ = modules[place]
         replace_forward(module_, SummedParameters(module_, module_.forward, names, shard))
-    operands = {}
+    operands: dict[tuple[str, int], list[int]] = {}
     for text in marked(shard, "operand"):
         function, dim, size = text.split(":")
-        operands[function, int(dim)] = int(size)
+        operands.setdefault((function, int(dim)), []).append(int(size))
+    means = [int(width) for width in marked(shard, "mean")]
     gathered = {}
     for text in marked(shard, "returned"):
         place, dim, _ = text.split(":")
         gathered[int(place)] = int(dim)
-    forward = OwnHeads(modules[path].forward, shard, operands, gathered)
+    forward = OwnHeads(modules[path].forward, shard, operands, gathered, means)
     replace_forward(modules[path], forward)
 
 

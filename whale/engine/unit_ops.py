@@ -81,7 +81,7 @@ def reduce_dims(follower: Any, op: Op) -> Cuts:
         return None
     gone = {d % len(shape) for d in over}
     if cut.dim in gone:
-        return None
+        return follower.mean_of_all(op, cut) if gone == {cut.dim} else None
     kept = len(follower.shape(op.outputs[0])) == len(shape)
     left = cut if kept else Cut(cut.dim - sum(d < cut.dim for d in gone), cut.size)
     return [left] * len(op.outputs)

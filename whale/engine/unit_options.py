@@ -321,8 +321,10 @@ def _option(
     marks += [("summed", name) for name in sorted(_places(inside, path, follower.summed))]
     marks += [
         ("operand", f"{function}:{dim}:{size}")
-        for (function, dim), size in sorted(follower.operands.items())
+        for (function, dim), sizes in sorted(follower.operands.items())
+        for size in sorted(sizes)
     ]
+    marks += [("mean", str(width)) for width in sorted(set(follower.means.values()))]
     marks += [("returned", ":".join(map(str, place))) for place in follower.returned]
     marks += [("head dropout", name) for name in follower.head_dropouts]
     reads = {
@@ -338,7 +340,12 @@ def _option(
         if op.layer in sections and follower.entered.intersection(op.inputs)
     ]
     entered = sum(1 for value in reads if program.specs[value].grad)
-    entered += follower.mask_grads + len(follower.operand_grads) + len(follower.summed)
+    entered += (
+        len(follower.means)
+        + follower.mask_grads
+        + len(follower.operand_grads)
+        + len(follower.summed)
+    )
     return SplitOption(
         rule=rule,
         path=path if rule == "attention" else max(rows),
@@ -399,7 +406,8 @@ def _by_columns(
     follower = UnitFollower(inside, path, width)
     if not follower.follow(sections, rows, set()):
         return None
-    if follower.summed or follower.operands or follower.products or follower.head_dropouts:
+    more = follower.summed or follower.operands or follower.means
+    if more or follower.products or follower.head_dropouts:
         return None
     between = [
         op

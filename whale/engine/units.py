@@ -57,8 +57,10 @@ class UnitFollower(Follower):
         """Parameters that are whole and meet units: their gradients are summed."""
         self.cut_state: dict[str, Cut] = {}
         """Parameters that are cut with the units."""
-        self.operands: dict[tuple[str, int], int] = {}
-        """Whole operands of which a member takes its part: (function, dim from the end): size."""
+        self.operands: dict[tuple[str, int], set[int]] = {}
+        """Whole operands of which a member takes its part: (function, dim from the end): sizes."""
+        self.means: dict[int, int] = {}
+        """Means over the columns of all units, which members sum: value, and their width."""
         self.operand_grads: set[int] = set()
         self.head_dropouts: list[str] = []
         self.returned: list[tuple[int, int, int]] = []
@@ -100,6 +102,9 @@ class UnitFollower(Follower):
             return False
         if "()" in self.head_dropouts and self._drops_whole():
             self.reason = "it drops out whole values of four dims too"
+            return False
+        if self.means and not self._means_are_told_apart():
+            self.reason = "it has means of several kinds"
             return False
         if self._returns():
             return self._summed_once()
@@ -336,11 +341,33 @@ class UnitFollower(Follower):
         dim, size = at
         if name_of(op) not in FITTED or (isinstance(value, int) and value in self.entered):
             return False
-        if self.operands.setdefault((name_of(op), dim), size) != size:
-            return False
+        self.operands.setdefault((name_of(op), dim), set()).add(size)
         if grad:
             self.operand_grads.add(value if isinstance(value, int) else -1)
         return True
+
+    def mean_of_all(self, op: Op, cut: Cut) -> Cuts:
+        """A mean over the last dim, which is all units' in order: members sum their parts of it."""
+        value, made = op.args[0], op.outputs
+        shape = self.shape(value.index)
+        in_order = cut.dim == len(shape) - 1 and cut.size * self.units == shape[-1]
+        kept = len(made) == 1 and len(self.shape(made[0])) == len(shape)
+        if name_of(op) != "mean" or op.kwargs.get("dtype") is not None or not in_order or not kept:
+            return None
+        self.means[made[0]] = shape[-1]
+        self.entered.update(made)
+        return [None]
+
+    def _means_are_told_apart(self) -> bool:
+        """Whether no other mean has as many columns as a member might have of those."""
+        local = {w // self.units * n for w in self.means.values() for n in range(1, self.units + 1)}
+        return not any(
+            name_of(op) == "mean"
+            and op.outputs[0] not in self.means
+            and isinstance(op.args[0], Ref)
+            and self.shape(op.args[0].index)[-1] in local
+            for op in self.program.ops[self.call.first : self.call.last]
+        )
 
     def _attention(self, op: Op) -> Cuts:
         mask = heads._argument(op, 3, "attn_mask")

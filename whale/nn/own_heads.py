@@ -8,7 +8,7 @@ of them; parameters that are whole but meet units get their gradient summed over
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,21 +16,29 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
+from whale.errors import WhaleError
 from whale.nn.attention import own_mask
 from whale.nn.column_shard import plain
 from whale.nn.shard import Shard
 from whale.nn.sharded import map_tensors
+from whale.runtime import collectives
 
 
 class _Operands(TorchFunctionMode):
     """Cuts whole operands to the own units; every other function runs as it is."""
 
-    def __init__(self, shard: Shard, operands: Mapping[tuple[str, int], int]) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        operands: Mapping[tuple[str, int], Sequence[int]],
+        means: Sequence[int],
+    ) -> None:
         super().__init__()
         self.shard = shard
-        self.sizes: dict[str, dict[int, int]] = {}
-        for (name, dim), size in operands.items():
-            self.sizes.setdefault(name, {})[dim] = size
+        self.sizes: dict[str, dict[int, Sequence[int]]] = {}
+        for (name, dim), sizes in operands.items():
+            self.sizes.setdefault(name, {})[dim] = sizes
+        self.means = {shard.local(width): width for width in means}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -43,17 +51,35 @@ class _Operands(TorchFunctionMode):
             fitted = self._fitted([*args, *kwargs.values()], sizes)
             args = tuple(fitted[: len(args)])
             kwargs = dict(zip(kwargs, fitted[len(args) :], strict=True))
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if self.means and getattr(func, "__name__", "") == "mean":
+            return self._mean(args[0], made)
+        return made
 
-    def _fitted(self, fitted: list[Any], sizes: dict[int, int]) -> list[Any]:
+    def _mean(self, x: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """The mean over the columns of all units out of that over the own."""
+        whole = self.means.get(x.shape[-1])
+        if whole is None:
+            return local
+        with torch._C.DisableTorchFunction():
+            return collectives.all_sum(local * (x.shape[-1] / whole), self.shard.group)
+
+    def _fitted(self, fitted: list[Any], sizes: dict[int, Sequence[int]]) -> list[Any]:
         """The arguments, of which one that has all units where another has the own is cut."""
         tensors = [a for a in fitted if isinstance(a, torch.Tensor)]
-        for dim, size in sizes.items():
+        for dim, of_unit in sizes.items():
             seen = {t.shape[-dim] for t in tensors if t.dim() >= dim}
             whole, units = max(seen, default=0), self.shard.cuts[-1]
             own = whole // units * self.shard.num_units
+            size = next((s for s in of_unit if s * units == whole), of_unit[0])
             if whole % (units * size) or own not in seen or own == whole:
                 continue
+            if len(of_unit) > 1 and size * units != whole:
+                raise WhaleError(
+                    f"a value of {whole} elements meets heads of {list(of_unit)} elements each, "
+                    f"{units} of them",
+                    hint="leave this attention out of the split",
+                )
             fitted = [
                 self._own(a, dim, size)
                 if isinstance(a, torch.Tensor) and a.dim() >= dim and a.shape[-dim] == whole
@@ -98,10 +124,11 @@ class OwnHeads:
         self,
         forward: Callable[..., Any],
         shard: Shard,
-        operands: Mapping[tuple[str, int], int] | None = None,
+        operands: Mapping[tuple[str, int], Sequence[int]] | None = None,
         gathered: Mapping[int, int] | None = None,
+        means: Sequence[int] = (),
     ) -> None:
-        self.forward, self.mode = forward, _Operands(shard, operands or {})
+        self.forward, self.mode = forward, _Operands(shard, operands or {}, means)
         self.shard, self.gathered = shard, gathered or {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
