@@ -347,7 +347,7 @@ torch in one process, in float64.
 | `stage-split` | 2 stages of `split` over 2 devices each |
 | `data-split` | 2 replicas of `split` over 2 devices each |
 | share split | parameters of the `split` that are cut; the rest is whole on every device |
-| attention | by heads (no gathers inside), or by columns (exact too, with a gather per projection) |
+| attention | by heads (nothing is gathered inside), or by columns (exact too, with gathers) |
 | gathers | modules split alone, whose output or input is gathered |
 
 A cell is `exact` with the worst relative error of losses, gradients and weights over some steps of
