@@ -56,6 +56,8 @@ class Call:
     made: tuple[tuple[int, ...], ...]
     values: tuple[int | None, ...] = ()
     """Which values of the trace it gave."""
+    reads: tuple[int | None, ...] = ()
+    """Which it got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

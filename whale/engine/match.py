@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.batched_experts import batched_options
 from whale.engine.expert_options import expert_options
 from whale.engine.heads import Call, Inside, is_elementwise
 from whale.engine.lone import is_returned, stays_sharded
@@ -75,6 +76,7 @@ def split_options(
     add(_multihead_options(modules, names))
     inside = _inside(path, layer, modules, args, kwargs, names)
     if inside is not None:
+        add(batched_options(inside, names))
         add(unit_options(inside, names, reasons))
         add(_pair_options(modules, inside.program, names))
     add(_leaf_options(modules, names))
@@ -215,6 +217,7 @@ def _trace(
 
     def outer(name: str, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = len(tracer.program.ops)
+        reads = tuple(tracer.refs.get(id(t)) for t in tensors_in((args, kwargs)))
         try:
             out = forward(*args, **kwargs)
         except CaptureError:
@@ -224,7 +227,15 @@ def _trace(
         values = tuple(tracer.refs.get(id(t)) for t in tensors_in(out))
         last = len(tracer.program.ops)
         calls.setdefault(name, []).append(
-            Call(first=first, last=last, args=args, kwargs=kwargs, made=made, values=values)
+            Call(
+                first=first,
+                last=last,
+                args=args,
+                kwargs=kwargs,
+                made=made,
+                values=values,
+                reads=reads,
+            )
         )
         return out
 

@@ -19,6 +19,7 @@ from whale.ir.sharding import DimSharding
 from whale.nn.attention import MultiheadForward
 from whale.nn.column_shard import plain
 from whale.nn.forwards import replace_forward
+from whale.nn.moe.batched import BatchedForward
 from whale.nn.moe.layer import MoE
 from whale.nn.moe.parallel import ExpertForward
 from whale.nn.moe.stacked import StackedForward
@@ -165,6 +166,12 @@ def _install_stacked_columns(
     replace_forward(parts[0], StackedForward(parts[0], shard, by_columns=True))
 
 
+def _install_batched(
+    path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
+) -> None:
+    replace_forward(parts[0], BatchedForward(parts[0], shard))
+
+
 def _install_user(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
@@ -192,5 +199,6 @@ _INSTALL: dict[str, Callable[[str, list[nn.Module], Shard, dict[str, nn.Module]]
     "expert columns": _install_expert_columns,
     "stacked experts": _install_stacked,
     "stacked columns": _install_stacked_columns,
+    "batched experts": _install_batched,
     "user": _install_user,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from whale.engine import heads
 from whale.engine.heads import Cut, Cuts, name_of
-from whale.engine.program import Op, Ref
+from whale.engine.program import Op, Ref, State
 
 _REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "norm"))
 
@@ -20,9 +20,21 @@ _REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "var", "std", "logsumexp
 def _matmul(follower: Any, op: Op) -> Cuts:
     """Products whose units are in a batch dim of both sides."""
     sides = op.args[:2]
-    if len(sides) != 2 or not all(isinstance(s, Ref) for s in sides):
+    cut_state = follower.cut_state
+    if len(sides) != 2 or not all(
+        isinstance(s, Ref) or (isinstance(s, State) and s.name in cut_state) for s in sides
+    ):
         return None
-    return _product(follower, op, [s.index for s in sides])
+    stacks = [s.name for s in sides if isinstance(s, State)]
+    found = _product(follower, op, [s.index for s in sides if isinstance(s, Ref)])
+    if found is None or found[0] is None:
+        return None
+    dims = len(follower.shape(op.outputs[0]))
+    for name in stacks:
+        cut, shape = cut_state[name], follower.inside.state[name].shape
+        if (cut.dim - len(shape), cut.size) != (found[0].dim - dims, found[0].size):
+            return None
+    return found
 
 
 def _product(follower: Any, op: Op, sides: list[int]) -> Cuts:

@@ -133,6 +133,37 @@ class UnitFollower(Follower):
             self.returned.append((self.call.values.index(value), cut.dim, result))
         return True
 
+    def follow_rows(self) -> bool:
+        """Whether units stay apart from the module's one input to its one output, in their order.
+
+        Units are along dim 0 of both, and of all `cut_state`.
+        """
+        (read, *more), (made, *others) = self.call.reads or (None,), self.call.values or (None,)
+        if read is None or made is None or more or others:
+            return False
+        if self.shape(read)[0] % self.units:
+            return False
+        self.cuts[read] = Cut(0, self.shape(read)[0] // self.units)
+        for op in self.program.ops[self.call.first : self.call.last]:
+            touched = any(v in self.cuts for v in op.inputs)
+            if not touched and not any(name in self.cut_state for name in op.state):
+                continue
+            found = self._step(op)
+            if found is None:
+                return False
+            self.cuts.update((v, c) for v, c in zip(op.outputs, found, strict=True) if c)
+        self.returned.append((0, 0, 0))
+        cut = self.cuts.get(made)
+        in_order = cut is not None and cut.dim == 0
+        more_marks = self.summed or self.operands or self.means or self.head_dropouts
+        return bool(
+            in_order
+            and cut is not None
+            and cut.size * self.units == self.shape(made)[0]
+            and not more_marks
+            and not self.dropouts
+        )
+
     def _end(self, op: Op, why: str) -> bool:
         name = op.layer if op.layer is not None else name_of(op)
         self.reason = f"{name} at {op.where.rpartition('/')[2]} {why}"

@@ -48,6 +48,7 @@ _INSIDE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "expert columns": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
     "stacked experts": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
     "stacked columns": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
+    "batched experts": (("all_gather output",), ("all_reduce* input",)),
     "conv": (("all_gather output",), ("all_reduce* input",)),
     "column": (("all_gather output",), ("all_reduce* input",)),
     "row": (("all_reduce output",), ("all_gather* input",)),

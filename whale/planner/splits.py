@@ -88,6 +88,8 @@ def _has_rows(option: SplitOption) -> bool:
     Attention with a second input that has rows (a mask) is left whole: models drop a mask that
     hides nothing, each rank by its own rows, and the ranks would no longer gather the same tensors.
     """
+    if option.rule == "batched experts":
+        return False  # its rows are sorted by expert, not by replica
     dims = set(option.dims[0]) | set(option.dims[1])
     inputs = option.dims[0].count(0)
     return dims <= {0, None} and (inputs == 1 if option.rule in AROUND else inputs > 0)
