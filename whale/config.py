@@ -75,6 +75,8 @@ class Config:
     """How long a rank waits for the others before it gives up."""
     check_parts: bool = setting(True)
     """Compare parts against the whole on a small real batch when a step is built."""
+    check_splits: bool = setting(True)
+    """Run each split beside the whole module on a few rows when a step is built."""
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class Config:
         seed: int | None = None,
         timeout_seconds: float | None = None,
         check_parts: bool | None = None,
+        check_splits: bool | None = None,
         **unknown: object,
     ) -> None:
         if unknown:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from whale.cost.compute import Training
 from whale.engine.capture import Captured, capture
 from whale.engine.lower import lower
 from whale.engine.parts import check_parts
+from whale.engine.rehearsal import rehearse
 from whale.engine.stacked_experts import check_balance
 from whale.engine.step import OptimizerFactory, Step
 from whale.errors import PlanError, WhaleError
@@ -145,6 +147,18 @@ def parallelize(
         timeout=timedelta(seconds=settings.timeout_seconds),
         communication=settings.communication,
         outputs=names,
+        rehearsal=partial(
+            rehearse,
+            model=model,
+            plan=plan,
+            captured=captured,
+            batch=batch,
+            loss=loss,
+            rank=rank,
+            device=_local_device(settings),
+        )
+        if settings.check_splits
+        else None,
     )
     group = _group_of(plan, rank)
     return Step(

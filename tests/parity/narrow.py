@@ -5,24 +5,10 @@ Place in the flow: beside the zoo, which finds it as the case `narrow`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 WIDTH = 24
-
-
-class Conv1D(nn.Module):
-    """transformers' Conv1D, by name and by what it computes: a Linear stored [in, out]."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf) / nx**0.5)
-        self.bias = nn.Parameter(torch.randn(nf))
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
-        return flat.view(*x.shape[:-1], self.nf)
 
 
 class Bottleneck(nn.Module):

@@ -22,6 +22,7 @@ from whale.engine.graph import Run, changed, graph_of
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.match import split_options
 from whale.engine.program import Program, merge, tensors_in, tree_map
+from whale.engine.readers import Readers
 from whale.engine.stacked_experts import give_shapes, refuse_balance
 from whale.engine.trace import GlueTracer, RandomCall, add_constants
 from whale.engine.work import WorkCounter
@@ -29,8 +30,9 @@ from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
     ModelGraph,
 )
-from whale.nn.forwards import replace_forward
+from whale.nn.forwards import mark_hooks, replace_forward, runs
 from whale.nn.moe.layer import MoE
+from whale.nn.moe.router import Alone
 from whale.runtime import batch as batches
 from whale.runtime.compat import fake_mode, real_tensors
 
@@ -111,12 +113,17 @@ def _run(
 ) -> Run:
     with fake_mode():
         fake, names, values = _fake_copy(model)
+        mark_hooks(fake)
         give_shapes(fake)
         inputs = _fake_batch(batch, rows)
         run = Run.empty()
         tracer = GlueTracer(batches.leaves(inputs), names)
         add_constants(tracer, values)
         run.calls = tracer.calls
+        # A loss may close over the parameters of the model itself.
+        known = {**names, **{id(p): name for name, p in model.named_parameters()}}
+        readers = Readers(known, {id(m): path for path, m in fake.named_modules()})
+        run.reads = readers.reads
         counter = WorkCounter(
             [*fake.parameters(), *fake.buffers(), *batches.leaves(inputs), *values.values()]
         )
@@ -127,10 +134,12 @@ def _run(
         for path, layer in find_layers(fake).items():
             if path in split_layers:
                 _watch_inputs(path, layer, run)
-            replace_forward(layer, _watched(path, layer, tracer, counter, run, split_layers, names))
-        with counter:
+            replace_forward(
+                layer, _watched(path, layer, tracer, counter, run, split_layers, names, readers)
+            )
+        with counter, readers, readers.functions(), torch.enable_grad():
             if traced:
-                with tracer:
+                with tracer, tracer.functions():
                     out = batches.call_model(fake, loss, inputs)
                 run.result = {
                     name: tree_map(value, lambda leaf: _result_ref(tracer, leaf))
@@ -158,6 +167,7 @@ def _watched(
     run: Run,
     split_layers: set[str],
     names: dict[int, str],
+    readers: Readers,
 ) -> Callable[..., Any]:
     forward, replaced = layer.forward, layer.__dict__.get("forward")
 
@@ -173,7 +183,7 @@ def _watched(
                 if replaced is not None:
                     replace_forward(layer, replaced)
                 try:
-                    with _Paused(tracer):
+                    with _Paused(tracer), readers.paused():
                         why: dict[str, str] = {}
                         run.reasons[path] = why
                         run.options[path] = counter.paused(
@@ -189,7 +199,7 @@ def _watched(
 def _watch_dropouts(fake: nn.Module, run: Run, counter: WorkCounter) -> None:
     """Dropout modules are keyed by their own path; here they only show their shapes."""
     for path, module in fake.named_modules():
-        if type(module) is nn.Dropout:
+        if type(module) is nn.Dropout and runs(module, nn.Dropout):
 
             def look(x: torch.Tensor, path: str = path, drops: bool = _drops(module)) -> Any:
                 run.dropouts.setdefault(path, tuple(x.shape))
@@ -209,10 +219,11 @@ def _watch_queues(fake: nn.Module, run: Run) -> None:
     for path, module in fake.named_modules():
         if isinstance(module, MoE) and module.drops_by_order:
 
-            def look(_: Any, args: Any, kwargs: Any, path: str = path) -> None:
-                run.queues.setdefault(path, tuple(tensors_in((args, kwargs))[0].shape))
+            def look(x: torch.Tensor, valid: Any, path: str = path, module: MoE = module) -> Any:
+                run.queues.setdefault(path, tuple(x.shape))
+                return module.run(x, valid, Alone(), module.here)
 
-            module.register_forward_pre_hook(look, with_kwargs=True)
+            module.run_by(look)
 
 
 def _watch_inputs(path: str, layer: nn.Module, run: Run) -> None:

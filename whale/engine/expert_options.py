@@ -15,7 +15,7 @@ from torch import nn
 from whale.engine.program import tensors_in
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
-from whale.nn.moe.layer import MoE
+from whale.nn.moe.layer import MoE, own_parts
 
 
 def expert_options(
@@ -27,7 +27,7 @@ def expert_options(
     """The options of every MoE among the modules of a Layer, whose own path comes first."""
     grad = any(t.requires_grad for t in tensors_in((args, kwargs)))
     for index, (path, module) in enumerate(modules.items()):
-        if not isinstance(module, MoE):
+        if not isinstance(module, MoE) or own_parts(module):
             continue
         experts, hidden = module.num_experts, module.hidden
         by_expert = DimSharding(dim=0, sections=(experts,), units=experts)

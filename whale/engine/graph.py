@@ -16,6 +16,7 @@ from torch import nn
 from whale.engine.examples import Example
 from whale.engine.lone import allows_rows, joined
 from whale.engine.program import Program, ValueSpec
+from whale.engine.readers import Offers, Read
 from whale.engine.trace import RandomCall
 from whale.engine.unit_marks import without_unread
 from whale.engine.work import Counts, costs, line_through, signature
@@ -48,6 +49,8 @@ class Run:
     queues: dict[str, tuple[int, ...]]
     """What each mixture of experts that drops by order reads."""
     calls: list[RandomCall]
+    reads: dict[str, dict[Read, None]]
+    """Who reads each parameter."""
     program: Program | None
     result: dict[str, Any]
     reasons: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -56,7 +59,7 @@ class Run:
     @classmethod
     def empty(cls) -> Run:
         """A run that saw nothing yet."""
-        return cls([], {}, {}, {}, {}, {}, {}, [], None, {})
+        return cls([], {}, {}, {}, {}, {}, {}, [], {}, None, {})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -80,7 +83,12 @@ def graph_of(
     by_name = dict(model.named_parameters())
     by_id = {id(p): name for name, p in by_name.items()}
     graph_layers = []
+    held = {
+        path: frozenset(by_id[id(p)] for p in layer.parameters()) for path, layer in layers.items()
+    }
     for path in order:
+        offers = Offers(path=path, options=first.options.get(path, ()), layers=held)
+        options, whole = offers.without_readers(first.reads)
         meets = meets_of(layers[path], path, first)
         found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
         shapes = example.shapes if (example := examples.get(path)) is not None else []
@@ -89,7 +97,7 @@ def graph_of(
             return replace(
                 without_unread(option, path, program, first.result),
                 dims=_batch_dims(option, first, second),
-                joined=joined(option, path, program),
+                joined=joined(option, path, program, layers, rows[0]),
                 meets_before=_meets_before(option, list(meets), first),
                 copies=_copies(option, first),
                 read=_nbytes(option, 0, by_name, first, second, rows),
@@ -110,9 +118,10 @@ def graph_of(
                 **found,
                 splits=tuple(
                     known(option)
-                    for option in _in_order(first.options.get(path, ()), first)
-                    if option.rule != "row" or allows_rows(option, path, program, layers)
+                    for option in _in_order(options, first)
+                    if option.rule != "row" or allows_rows(option, path, program, layers, rows[0])
                 ),
+                whole=whole,
             )
         )
     index = {layer.path: i for i, layer in enumerate(graph_layers)}

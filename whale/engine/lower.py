@@ -7,7 +7,7 @@ Place in the flow: last step of `wh.parallelize`. It never searches: every choic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,11 +28,11 @@ from whale.ir.levels import level_groups
 from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan, SplitLayer
 from whale.ir.sharding import Piece
-from whale.nn.batch_norm import OwnBatchNorm, SyncedBatchNorm
+from whale.nn.batch_norm import OwnBatchNorm, install_synced
 from whale.nn.deferred import WeightQueue
 from whale.nn.forwards import replace_forward
 from whale.nn.moe.courier import DTYPES, Courier
-from whale.nn.moe.layer import MoE
+from whale.nn.moe.layer import MoE, own_parts
 from whale.nn.moe.parallel import ExpertForward, MeetingForward, Replicas
 from whale.nn.moe.stacked import StackedForward
 from whale.nn.randomness import CallNames, KeyedRandom
@@ -45,6 +45,9 @@ from whale.runtime.grads import GradientBuckets
 from whale.runtime.groups import Groups
 from whale.runtime.half import HalfSums
 from whale.runtime.transfers import Channels
+
+Rehearsal = Callable[[nn.Module, dict[str, Piece], StepContext], list[str]]
+"""`engine.rehearsal`, knowing all but this rank's copy: it raises, or says what it left out."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class Lowered:
     executor: Executor
     device: torch.device
     own_norms: list[OwnBatchNorm]
+    notes: list[str]
+    """Splits that could not be tried beside the whole module, and why."""
 
 
 def lower(
@@ -74,6 +79,7 @@ def lower(
     timeout: timedelta,
     communication: CommunicationConfig | None = None,
     outputs: frozenset[str] = frozenset(),
+    rehearsal: Rehearsal | None = None,
 ) -> Lowered:
     """This rank's program for `plan`; the user's module stays as it is."""
     if plan.model_hash != captured.graph.hash:
@@ -92,6 +98,7 @@ def lower(
     _install_couriers(plan, rank, modules, groups, DTYPES[communication.token_dtype])
     own_norms = _install_norms(plan, rank, local, groups)
     _install_meetings(plan, rank, local, groups)
+    notes = rehearsal(local, pieces, context) if rehearsal is not None else []
     random = install_randomness(
         local, captured, context, names, shards, whole=len(plan.stages) == 1
     )
@@ -130,6 +137,7 @@ def lower(
         executor=executor,
         device=device,
         own_norms=own_norms,
+        notes=notes,
     )
 
 
@@ -201,6 +209,7 @@ def _install_splits(
                 rows=None if around else rows,
                 overlap=_used_once(captured, split),
                 marks=split.marks,
+                stays=split.joined == "loss",
             )
             install(split.rule, split.path, split.modules, shard, modules)
             if around and rows is not None:
@@ -230,7 +239,8 @@ def _install_couriers(
             continue
         members = device.replicas[device.position(rank)[0]].ranks
         for split in taskgraph.splits:
-            forward = modules[split.path].__dict__.get("forward")
+            module = modules[split.path]
+            forward = module.runner if isinstance(module, MoE) else module.__dict__.get("forward")
             if not isinstance(forward, ExpertForward | StackedForward):
                 continue
             levels = None
@@ -316,7 +326,7 @@ def _install_norms(plan: Plan, rank: int, local: nn.Module, groups: Groups) -> l
                 hint="give its replicas the same number of devices, or keep batch norm out of the "
                 "split",
             )
-        replace_forward(module, SyncedBatchNorm(module, groups.name_of(mine.ranks)))
+        install_synced(module, path, groups.name_of(mine.ranks))
     return kept
 
 
@@ -335,12 +345,18 @@ def _install_meetings(plan: Plan, rank: int, local: nn.Module, groups: Groups) -
                 f"the experts of {path} are in stage {stage}, whose replicas have different widths",
                 hint="give its replicas the same number of devices",
             )
+        if own := own_parts(module):
+            raise PlanError(
+                f"{path} ({type(module).__name__}) has its own `{own[0]}`, which knows nothing of "
+                f"the {len(device.replicas)} replicas of stage {stage}",
+                hint="override `forward` and call super().forward(x) there, or derive from "
+                "nn.Module",
+            )
         meeting = Replicas(groups.name_of(mine.ranks))
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, ExpertForward):
-            forward.meet(meeting, mine.ranks)
+        if isinstance(module.runner, ExpertForward):
+            module.runner.meet(meeting, mine.ranks)
         else:
-            replace_forward(module, MeetingForward(module, meeting))
+            module.run_by(MeetingForward(module, meeting))
 
 
 def layer_of_module(plan: Plan, path: str) -> str | None:

@@ -20,7 +20,7 @@ from torch import nn
 from whale.engine.batched_experts import batched_options
 from whale.engine.expert_options import expert_options
 from whale.engine.heads import Call, Inside, is_elementwise
-from whale.engine.lone import is_returned, stays_sharded
+from whale.engine.lone import is_returned, works_on_shards
 from whale.engine.program import Program, tensors_in, tree_map
 from whale.engine.reasons import whole_reasons
 from whale.engine.rules import user_rule
@@ -32,9 +32,9 @@ from whale.ir.model_graph import SplitOption
 from whale.ir.plan import AROUND
 from whale.ir.sharding import DimSharding
 from whale.nn.attention import supported
-from whale.nn.forwards import replace_forward
+from whale.nn.forwards import has_hooks, replace_forward, runs
 from whale.nn.moe.layer import MoE
-from whale.nn.sharded import features, is_linear, linear_dims
+from whale.nn.sharded import features, holds, is_conv, is_linear, linear_dims
 
 Names = dict[int, str]
 """First names of parameters by the id of their tensor."""
@@ -83,13 +83,16 @@ def split_options(
     reasons.update(whole_reasons(modules, options, inside is not None))
     if inside is None:
         grad = any(t.requires_grad for t in tensors_in((args, kwargs)))
-        options = [replace(o, entered=int(grad), joined="returned") for o in options]
+        # A Layer that is the Linear itself; the code of any other was not seen.
+        options = [
+            replace(o, entered=int(grad), joined="returned" if o.path == path else "gather")
+            for o in options
+        ]
     else:
-        program = inside.program
-        options = [_lone(o, program) if o.rule in ("column", "conv") else o for o in options]
+        options = [_lone(o, inside) if o.rule in ("column", "conv") else o for o in options]
         leaves = list(_leaf_options(modules, names))
         options = [
-            replace(o, instead=tuple(_lone(x, program) for x in leaves if x.path in o.modules))
+            replace(o, instead=tuple(_lone(x, inside) for x in leaves if x.path in o.modules))
             if o.rule == "attention"
             else o
             for o in options
@@ -98,9 +101,7 @@ def split_options(
     for option in options:
         found.append(option)
         if option.rule == "column" and _may_cut_rows(option, layer, inside):
-            row = _by_rows(option, modules[option.path], names)
-            returned = inside is None or is_returned(inside.program, option.path)
-            found.append(replace(row, joined="returned" if returned else "gather"))
+            found.append(_by_rows(option, modules[option.path], names))
     return tuple(found)
 
 
@@ -112,7 +113,7 @@ def _may_cut_rows(option: SplitOption, layer: nn.Module, inside: Inside | None) 
     if inside is None:
         return is_linear(layer)
     calls = sum(op.layer == option.path for op in inside.program.ops)
-    return calls == 1 and not stays_sharded(inside.program, option.path, inside.modules)
+    return calls == 1 and option.joined != "loss"
 
 
 def _by_rows(column: SplitOption, module: nn.Module, names: Names) -> SplitOption:
@@ -127,17 +128,20 @@ def _by_rows(column: SplitOption, module: nn.Module, names: Names) -> SplitOptio
     )
 
 
-def _lone(option: SplitOption, program: Program) -> SplitOption:
+def _lone(option: SplitOption, inside: Inside) -> SplitOption:
     """What the trace says of a module split alone.
 
-    Does its input need a gradient, is its output the Layer's?
+    Does its input need a gradient, is its output the Layer's, or does it end in a loss there?
     """
-    made = {v for op in program.ops if op.layer == option.path for v in op.outputs}
-    return replace(
-        option,
-        entered=_entered(program, frozenset(option.modules)),
-        joined="returned" if made.intersection(program.result) else "gather",
-    )
+    program, joined = inside.program, "gather"
+    hooked = has_hooks(inside.modules[option.path])
+    if is_returned(program, option.path, inside.modules) and not hooked:
+        joined = "returned"
+    elif option.rule == "column" and not hooked:
+        stays = works_on_shards(program, option.path, inside.modules, 0)
+        joined = "loss" if stays else "gather"
+    entered = _entered(program, frozenset(option.modules))
+    return replace(option, entered=entered, joined=joined)
 
 
 def _user_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:
@@ -250,7 +254,7 @@ def _trace(
                 return _w(_n, _f, a, k)
 
             replace_forward(module, call)
-        with tracer:
+        with tracer, tracer.functions():
             out = layer(*args, **kwargs)
         tracer.program.result = [tracer.refs.get(id(t)) for t in tensors_in(out)]
     except CaptureError:
@@ -304,6 +308,7 @@ def _pair_options(
     spoiled: set[str] = set()
     rows: dict[str, frozenset[str]] = {}
     called = Counter(op.layer for op in program.ops)
+    asked = {a.value for a in program.asked}
     for op in program.ops:
         reached = [sources[i] for i in op.inputs if i in sources]
         linear = op.layer is not None and is_linear(modules[op.layer])
@@ -312,6 +317,8 @@ def _pair_options(
                 rows[op.layer] = rows.get(op.layer, frozenset()) | reached[0]
             for value in op.outputs:
                 sources[value] = frozenset([op.layer])
+            if has_hooks(modules[op.layer]):
+                spoiled |= {op.layer}.union(*reached)
         elif reached:
             plain_inputs = [i for i in op.inputs if i not in sources]
             widths = {program.specs[i].shape[-1:] for i in op.inputs if i in sources}
@@ -322,14 +329,15 @@ def _pair_options(
             union = frozenset().union(*reached)
             apart = is_elementwise(op, modules) and scalars and not op.state and len(widths) == 1
             # A dropout's mask is cut like the columns, whatever it is called with.
-            drops = op.layer is not None and isinstance(modules[op.layer], nn.Dropout)
+            drops = op.layer is not None and runs(modules[op.layer], nn.Dropout)
             if apart and (not drops or called[op.layer] == 1):
                 sources.update(dict.fromkeys(op.outputs, union))
                 if op.layer is not None and drops:
                     passed[op.layer] = union
             else:
                 spoiled |= union
-    for value in program.result:
+    for value in (*program.result, *asked):
+        # Code that asked for the width of a shard, or hangs a hook on one, would see a part.
         if value in sources:
             spoiled |= sources[value]
     options = []
@@ -377,7 +385,7 @@ def _is_tied(module: nn.Module, modules: dict[str, nn.Module]) -> bool:
 
 def _multihead_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:
     for path, module in modules.items():
-        if type(module) is not nn.MultiheadAttention or not supported(module):
+        if not isinstance(module, nn.MultiheadAttention) or not supported(module):
             continue
         width, heads = module.embed_dim, module.num_heads
         fused = DimSharding(dim=0, sections=(width,) * 3, units=heads)
@@ -408,7 +416,9 @@ def _leaf_options(modules: dict[str, nn.Module], names: Names) -> Iterable[Split
                 params=tuple(_column_params(module, size, (size,), names)),
             )
         elif (
-            type(module) is nn.Embedding
+            runs(module, nn.Embedding)
+            and holds(module, "weight")
+            and isinstance(module, nn.Embedding)
             and module.max_norm is None
             and not module.scale_grad_by_freq
         ):
@@ -423,9 +433,7 @@ def _leaf_options(modules: dict[str, nn.Module], names: Names) -> Iterable[Split
                     (_weight_name(module, names), DimSharding(dim=0, sections=(rows,), units=rows)),
                 ),
             )
-        elif (
-            type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and getattr(module, "groups", 0) == 1
-        ):
+        elif is_conv(module) and getattr(module, "groups", 0) == 1:
             channels = int(getattr(module, "out_channels", 0))
             cut = DimSharding(dim=0, sections=(channels,), units=channels)
             params = [(_weight_name(module, names), cut)]

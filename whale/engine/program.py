@@ -86,6 +86,23 @@ class Op:
         return tuple(dict.fromkeys(found))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A torch function that read a value and made no tensor: its size, a hook on it."""
+
+    value: int
+    name: str
+    where: str
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it leaves something on the value that acts later."""
+        return self.name in HANGING
+
+
+HANGING = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
+
+
 @dataclass(slots=True, kw_only=True)
 class Program:
     """Operations in execution order. Values 0..num_inputs-1 are the tensors of the batch."""
@@ -94,6 +111,7 @@ class Program:
     ops: list[Op]
     specs: list[ValueSpec] = field(default_factory=list)
     result: Any = None
+    asked: list[Asked] = field(default_factory=list)
 
 
 def is_tree(value: Any) -> bool:
@@ -220,7 +238,13 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
         _merge_spec(x, y, rows, index)
         for index, (x, y) in enumerate(zip(first.specs, second.specs, strict=True))
     ]
-    return Program(num_inputs=first.num_inputs, ops=ops, specs=specs, result=first.result)
+    return Program(
+        num_inputs=first.num_inputs,
+        ops=ops,
+        specs=specs,
+        result=first.result,
+        asked=first.asked,
+    )
 
 
 def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:

@@ -15,7 +15,7 @@ from whale.engine.capture import Captured
 from whale.errors import WhaleError
 from whale.nn.attention import MultiheadForward, supported
 from whale.nn.dropout import KeyedDropout, key_of, position_mask
-from whale.nn.forwards import replace_forward
+from whale.nn.forwards import replace_forward, runs
 from whale.nn.randomness import CallNames, KeyedRandom
 from whale.nn.shard import Shard
 from whale.runtime.context import StepContext
@@ -32,7 +32,7 @@ def install_randomness(
 ) -> KeyedRandom | None:
     """Keys every dropout; gives the mode for functional ones, if the model calls any."""
     for path, module in local.named_modules():
-        if type(module) is nn.Dropout:
+        if type(module) is nn.Dropout and runs(module, nn.Dropout):
             keyed = KeyedDropout(module, path, context, captured.dropouts.get(path, 0))
             keyed.shard = shards.get(path)
             if keyed.shard is not None and ("head dropout", path) in keyed.shard.marks:
@@ -104,8 +104,8 @@ def _key_multihead(
             return
         if not supported(module):
             raise WhaleError(
-                f"{path} (MultiheadAttention with kdim/vdim, bias_k or add_zero_attn) has dropout "
-                f"{module.dropout}",
+                f"{path} (MultiheadAttention with kdim/vdim, bias_k, add_zero_attn or a forward of "
+                f"its own) has dropout {module.dropout}",
                 hint="set its dropout to 0, or use scaled_dot_product_attention",
             )
         forward = MultiheadForward(module, None, lambda x, p: x)

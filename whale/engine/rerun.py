@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from whale.engine.heads import COMPUTES, Inside, name_of
+from whale.engine.heads import SIZES, Inside
 from whale.engine.program import Op, tensors_in, visit
 from whale.engine.rules import install
+from whale.engine.unit_ops import name_of
 from whale.engine.units import UnitFollower, alike_shape, local_shape
 from whale.ir.model_graph import SplitOption
 from whale.nn.forwards import replace_forward
@@ -36,6 +37,16 @@ _COUNTS = (
 )  # fmt: skip
 """Attributes that count heads or their joint width, by the names models give them."""
 _NOT_COUNTS = ("head_dim", "head_size", "attn_head_size", "layer_idx", "attention_head_size")
+
+_SIZES = SIZES | {
+    "zeros",
+    "ones",
+    "empty",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "split_with_sizes",
+}
 
 Log = list[tuple[str, tuple[tuple[int, ...], ...], Counter[Any]]]
 
@@ -126,7 +137,7 @@ class _Watch(TorchFunctionMode):
 def _numbers(name: str, args: Any) -> Counter[Any]:
     """The numbers that a function computes with."""
     found: list[Any] = []
-    kinds = (int, float) if name in COMPUTES else float
+    kinds = float if name in _SIZES else (int, float)
     visit(args, found.append, kinds)
     return Counter(found)
 

@@ -143,7 +143,7 @@ def _install_experts(
 ) -> None:
     module = parts[0]
     assert isinstance(module, MoE)
-    replace_forward(module, ExpertForward(module, shard))
+    module.run_by(ExpertForward(module, shard))
 
 
 def _install_expert_columns(
@@ -151,7 +151,7 @@ def _install_expert_columns(
 ) -> None:
     module = parts[0]
     assert isinstance(module, MoE)
-    replace_forward(module, ExpertForward(module, shard, by_columns=True))
+    module.run_by(ExpertForward(module, shard, by_columns=True))
 
 
 def _install_stacked(

@@ -19,7 +19,7 @@ from whale.errors import WhaleError
 from whale.ir.model_graph import SplitOption
 from whale.ir.plan import Plan
 from whale.ir.sharding import DimSharding
-from whale.nn.forwards import replace_forward
+from whale.nn.forwards import has_own_call, replace_forward
 from whale.nn.moe.experts import moe_ffn
 from whale.nn.moe.layer import MoE
 from whale.nn.moe.stacked import matrices, plain_activation
@@ -39,6 +39,9 @@ def is_stacked(module: nn.Module) -> bool:
         return False
     held = list(module.parameters())
     if not held or any(p.dim() == 0 or p.shape[0] % count for p in held):
+        return False
+    # What it holds for each expert beside its weights would not be cut.
+    if has_own_call(module) or any(b.shape[:1] == (count,) for b in module.buffers()):
         return False
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
     if len(names) != 3 or names[1] not in _CHOICES or names[2] not in _WEIGHTS:

@@ -48,6 +48,14 @@ def cut(
             "the loss depends on no Layer and no parameter",
             hint="return the loss of the model's own output",
         )
+    for asked in program.asked:
+        if asked.hangs:
+            raise CaptureError(
+                f"the glue between stages hangs something on a tensor (`{asked.name}`), which its "
+                "record does not repeat",
+                hint="move this code into an annotated module, where it runs as it stands",
+                where=asked.where,
+            )
     stages = []
     for stage in range(num_stages):
         own = {i for i, s in enumerate(stage_of_op) if s == stage}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from whale.engine.program import Op, Program, Ref, State, ValueSpec, tensors_in, tree_map
+from whale.engine.program import Asked, Op, Program, Ref, State, ValueSpec, tensors_in, tree_map
 from whale.errors import CaptureError
-from whale.runtime.compat import real_tensors
+from whale.runtime.compat import real_tensors, watch_functions
 
 _READS = {
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
@@ -32,17 +33,29 @@ _RANDOM = ("rand", "bernoulli", "normal", "dropout", "multinomial", "uniform", "
 _CONSTANT_ELEMENTS = 1 << 26
 
 
+_ENGINE = os.path.dirname(os.path.abspath(__file__))
+
+
 def user_line() -> str:
     """file:line of the innermost frame that is neither torch's nor this package's engine."""
-    engine = os.path.dirname(os.path.abspath(__file__))
     torch_root = os.path.dirname(os.path.abspath(torch.__file__))
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = os.path.abspath(frame.f_code.co_filename)
-        if not name.startswith((engine, torch_root)):
+        if not name.startswith((_ENGINE, torch_root)):
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def called_by_engine() -> bool:
+    """Whether the torch function now seen by a mode was called by this package's own code."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__ or frame.f_code.co_name == "__torch_function__"
+    ):
+        frame = frame.f_back
+    return os.path.abspath(frame.f_code.co_filename).startswith(_ENGINE)
 
 
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
@@ -50,6 +63,14 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     tensor[index] = value
     return tensor
 
+
+# What may be asked of a tensor that is the same for any part of it.
+HARMLESS = frozenset(
+    "dtype device requires_grad ndim dim ndimension is_floating_point is_complex is_cuda layout "
+    "is_leaf grad_fn is_sparse is_quantized is_meta is_mkldnn is_nested is_inference "
+    "element_size get_device is_signed is_mps is_xpu is_cpu is_conj is_neg is_sparse_csr "
+    "result_type is_tensor".split()
+)
 
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -77,6 +98,7 @@ class GlueTracer(TorchFunctionMode):
         self.refs: dict[int, int] = {}
         self.pure: list[bool] = []
         self.from_layers: set[int] = set()
+        self.from_functions: set[int] = set()
         self.constants: dict[int, torch.Tensor] = {}
         self.paused = 0
         self.layer = ""
@@ -114,7 +136,8 @@ class GlueTracer(TorchFunctionMode):
                 return None if is_cache(item) else item
             if id(item) in self.refs:
                 index = self.refs[id(item)]
-                if isinstance(item.grad_fn, BackwardCFunction) and index not in self.from_layers:
+                known = index in self.from_layers or index in self.from_functions
+                if isinstance(item.grad_fn, BackwardCFunction) and not known:
                     raise CaptureError(
                         f"{where}: the glue between stages calls an autograd.Function "
                         f"({type(item.grad_fn).__name__}), whose backward a trace would lose",
@@ -199,7 +222,8 @@ class GlueTracer(TorchFunctionMode):
         finally:
             self.paused -= 1
             self.layer = ""
-        self.record(layer=path, target=None, args=args, kwargs=kwargs, out=out)
+        with torch._C.DisableTorchFunction():
+            self.record(layer=path, target=None, args=args, kwargs=kwargs, out=out)
         return out
 
     def __torch_function__(
@@ -218,17 +242,59 @@ class GlueTracer(TorchFunctionMode):
         out = func(*args, **kwargs)
         if name == "__get__":
             if not tensors_in(out):
+                self._note_asked(func.__self__.__name__, args, kwargs)
                 return out
             getter, attribute = func, func.__self__.__name__
             del getter
             self.record(layer=None, target=getattr, args=(args[0], attribute), kwargs={}, out=out)
             return out
         made = tensors_in(out)
+        if not made:
+            self._note_asked(name, args, kwargs)
         if made:
             random = any(word in name for word in _RANDOM)
             self._keep_constant(func, args, kwargs, out, random)
             self.record(layer=None, target=func, args=args, kwargs=kwargs, out=out, random=random)
         return None if func is set_item else out
+
+    def _note_asked(self, name: str, args: tuple[Any, ...], kwargs: Any) -> None:
+        if name in HARMLESS or called_by_engine():
+            return
+        where = user_line()
+        for tensor in tensors_in((args, kwargs)):
+            if id(tensor) in self.refs:
+                value = self.refs[id(tensor)]
+                self.program.asked.append(Asked(value=value, name=name, where=where))
+
+    @contextmanager
+    def functions(self) -> Iterator[None]:
+        """Inside, a user's autograd.Functions are seen: one operation each, whatever is in it."""
+        with watch_functions(self._function):
+            yield
+
+    def _function(
+        self, kind: type, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        # A recompute calls the model's own code inside, Layers and all.
+        if self.paused or kind.__module__.startswith("torch.utils.checkpoint"):
+            return run(*args, **kwargs)
+        if any(callable(leaf) for leaf in args):
+            raise CaptureError(
+                f"the glue hands code of its own to an autograd.Function ({kind.__name__})",
+                hint="call it inside an annotated module, where it runs as it stands",
+                where=user_line(),
+            )
+        self.paused += 1
+        try:
+            out = run(*args, **kwargs)
+        finally:
+            self.paused -= 1
+        if tensors_in(out):
+            apply = kind.apply  # type: ignore[attr-defined]
+            with torch._C.DisableTorchFunction():
+                self.record(layer=None, target=apply, args=args, kwargs=kwargs, out=out)
+            self.from_functions.update(self.refs[id(t)] for t in tensors_in(out))
+        return out
 
     def _constant_args(self, value: Any) -> Any | None:
         known = True

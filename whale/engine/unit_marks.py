@@ -7,6 +7,7 @@ SplitOption are made by `engine.unit_options`, tried by `engine.rerun`, and trav
 |---|---|
 | `row` path | a Linear that reads units: its input features are cut |
 | `count` module:attribute | an attribute (or one of its `config`) that counts heads or columns |
+| `cut` parameter | one of the module's own that is cut with the units |
 | `summed` module:parameter | a whole parameter that meets units |
 | `entry` path | a module whose whole output meets units |
 | `inside` path | a column that reads what comes out of an entry |

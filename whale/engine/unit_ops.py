@@ -11,10 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from whale.engine import heads
-from whale.engine.heads import Cut, Cuts, name_of
+from whale.engine.heads import Cut, Cuts
 from whale.engine.program import Op, Ref, State
+from whale.engine.trace import set_item
 
 _REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "norm"))
+
+
+def name_of(op: Op) -> str:
+    """The torch function an operation calls, or how attributes and items are got and set."""
+    if op.target is getattr:
+        return "getattr"
+    return "set_item" if op.target is set_item else heads.name_of(op)
 
 
 def _matmul(follower: Any, op: Op) -> Cuts:

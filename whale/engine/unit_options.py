@@ -20,9 +20,10 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from whale.engine.heads import ATTENTION, Cut, Inside, is_elementwise, name_of
+from whale.engine.heads import ATTENTION, Cut, Inside, is_elementwise
 from whale.engine.program import Op, Ref
 from whale.engine.rerun import counts_of, reruns
+from whale.engine.unit_ops import name_of
 from whale.engine.units import ELEMENTWISE, UnitFollower
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
@@ -317,6 +318,7 @@ def _option(
         size = inside.state[name].shape[0]
         params.append((name, DimSharding(dim=0, sections=(size,), units=units)))
     marks = [("row", row) for row in sorted(rows)]
+    marks += [("cut", name) for name in follower.cut_state]
     marks += [("entry", entry) for entry in sorted(entries)]
     marks += [("summed", name) for name in sorted(_places(inside, path, follower.summed))]
     marks += [

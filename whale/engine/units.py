@@ -21,9 +21,10 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from whale.engine import heads
-from whale.engine.heads import ATTENTION, Cut, Cuts, Follower, Inside, is_elementwise, name_of
+from whale.engine.heads import ATTENTION, Cut, Cuts, Follower, Inside, is_elementwise
 from whale.engine.program import Op, Ref, State
-from whale.engine.unit_ops import UNIT_OPS, reduce_dims
+from whale.engine.unit_ops import UNIT_OPS, name_of, reduce_dims
+from whale.nn.forwards import has_hooks
 
 FITTED = frozenset(
     "add __add__ __radd__ __iadd__ add_ sub __sub__ __rsub__ mul __mul__ __rmul__ __imul__ mul_ "
@@ -75,6 +76,13 @@ class UnitFollower(Follower):
     ) -> bool:
         """Whether units stay apart from the columns' sections to the rows."""
         met: set[str] = set()
+        prefix = f"{self.path}." if self.path else ""
+        below = [
+            m for p, m in self.inside.modules.items() if p.startswith(prefix) and p != self.path
+        ]
+        if any(map(has_hooks, below)):
+            self.reason = "a hook would see a part of its values"
+            return False
         self.linears = {*sections, *rows, *entries}
         for place, op in enumerate(self.program.ops):
             self.progress = place
@@ -105,6 +113,11 @@ class UnitFollower(Follower):
             return False
         if self.means and not self._means_are_told_apart():
             self.reason = "it has means of several kinds"
+            return False
+        if any(
+            a.hangs and (a.value in self.cuts or a.value in self.parts) for a in self.program.asked
+        ):
+            self.reason = "a hook on a tensor would see a part of it"
             return False
         if self._returns():
             return self._summed_once()
@@ -409,10 +422,6 @@ class UnitFollower(Follower):
         ):
             return None  # its gradient would be that of the own heads only
         return super()._attention(op)
-
-    def _made_whole(self, mask: int, heads: int) -> bool:
-        """Anything goes: the trial compares every shape with fewer units."""
-        return True
 
     def _dropout_module(self, op: Op) -> Cuts:
         assert op.layer is not None

@@ -128,6 +128,8 @@ class Layer:
     flops: float = 0.0
     flops_per_row: float = 0.0
     splits: tuple[SplitOption, ...] = ()
+    whole: tuple[str, ...] = ()
+    """Why modules in it that a rule covers are not split, a line each."""
     meets: tuple[str, ...] = ()
     """Where its replicas meet, in the order they do: `norm` (batch norm), `route` and `choice` (the
     routers of experts, with `+loss` if they have one)."""
@@ -334,6 +336,7 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "made": [layer.made.fixed, layer.made.per_row],
         "largest": [layer.largest.fixed, layer.largest.per_row],
         "signature": layer.signature,
+        "whole": list(layer.whole),
         "reasons": [list(pair) for pair in layer.reasons],
         "splits": [_option_dict(o) for o in layer.splits],
     }
@@ -400,6 +403,7 @@ def _layer_from(data: dict[str, Any]) -> Layer:
         made=_linear(data["made"]),
         largest=_linear(data["largest"]),
         signature=data["signature"],
+        whole=tuple(data.get("whole", ())),
         reasons=tuple((path, why) for path, why in data.get("reasons", ())),
         splits=tuple(_option_from(o) for o in data["splits"]),
     )

@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from whale.errors import WhaleError
 from whale.nn.column_shard import plain
+from whale.nn.forwards import runs
 from whale.nn.shard import Shard
 
 Drop = Callable[[torch.Tensor, float], torch.Tensor]
@@ -179,6 +180,7 @@ class MultiheadForward:
 def supported(module: nn.MultiheadAttention) -> bool:
     """Whether `MultiheadForward` covers this instance.
 
-    One embedding size, no extra key or value rows.
+    Torch's own code, one embedding size, no extra key or value rows.
     """
-    return bool(module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn)
+    plain_form = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+    return bool(plain_form) and runs(module, nn.MultiheadAttention)

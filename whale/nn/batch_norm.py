@@ -14,10 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from whale.errors import WhaleError
 from whale.nn import batch_norm_cuda
 from whale.nn.column_shard import plain
+from whale.nn.forwards import replace_base, replace_forward, runs
 from whale.runtime.collectives import all_sum, gather
 from whale.runtime.groups import communicator
 
@@ -34,8 +38,7 @@ class SyncedBatchNorm:
         x = plain(x)  # sharded columns would not reach the gradients of the statistics
         module._check_input_dim(x)
         if not module.training and module.running_mean is not None:
-            out: torch.Tensor = type(module).forward(module, x)
-            return out
+            return _BatchNorm.forward(module, x)
         if x.is_cuda:
             x = batch_norm_cuda.dense(x)
         with torch.no_grad():
@@ -91,6 +94,33 @@ class SyncedBatchNorm:
         unbiased = var * (count / (count - 1).clamp(min=1))
         module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
         module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+
+
+def install_synced(module: nn.Module, path: str, group: str) -> None:
+    """Joins a batch norm with those of the group's other members.
+
+    In a subclass with a forward of its own, the call of its base's is what is joined.
+    """
+    synced = SyncedBatchNorm(module, group)
+    if runs(module, _BatchNorm, nn.SyncBatchNorm):
+        replace_forward(module, synced)
+        return
+    base = nn.SyncBatchNorm if isinstance(module, nn.SyncBatchNorm) else _BatchNorm
+    count = replace_base(module, base, synced)
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before = count.calls
+        out = own(*args, **kwargs)
+        if module.training and count.calls == before:
+            raise WhaleError(
+                f"{path} ({type(module).__name__}) is a batch norm whose forward does not call its "
+                "base's: its statistics would be those of each replica's own rows",
+                hint="call super().forward(x) in it, or derive it from nn.Module",
+            )
+        return out
+
+    replace_forward(module, forward)
 
 
 class OwnBatchNorm:

@@ -32,6 +32,8 @@ class Shard:
     """Whether its weights are used once in a forward, so that their gradients may come late."""
     marks: tuple[tuple[str, str], ...] = ()
     """What else the rule does (`engine.unit_marks`)."""
+    stays: bool = False
+    """Whether all that reads the output of a lone column split works on its shards."""
 
     @property
     def communicator(self) -> Communicator:
@@ -80,14 +82,14 @@ class Shard:
         """
         if self.rows is None:
             return collectives.enter(x, self.group, meanwhile)
-        sizes = self.rows.scaled_own(x.shape[0], self.index)
+        sizes = rows_by_member(self.rows, x, self.index, self.group)
         return collectives.enter_rows(x, 0, sizes, self.group)
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of all members, of something without a gradient."""
         if self.rows is None:
             return x
-        sizes = self.rows.scaled_own(x.shape[0], self.index)
+        sizes = rows_by_member(self.rows, x, self.index, self.group)
         return self.communicator.all_gather(x, 0, sizes)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +103,7 @@ class Shard:
         sizes = self.sizes(size)
         if self.rows is None:
             return collectives.scatter(x, dim, sizes, self.group)
-        rows = self.rows.scaled_own(x.shape[0], self.index)
+        rows = rows_by_member(self.rows, x, self.index, self.group)
         return collectives.exchange(x, dim, sizes, 0, rows, self.group)
 
     def join(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -110,3 +112,17 @@ class Shard:
         if self.rows is None:
             return collectives.gather(x, dim, sizes, self.group)
         return collectives.exchange(x, 0, self.rows.scaled(x.shape[0]), dim, sizes, self.group)
+
+
+def rows_by_member(rows: RowLayout, x: torch.Tensor, index: int, group: str) -> list[int]:
+    """The size of dim 0 of `x` on every member, each of which has its rows, times a factor.
+
+    The factor (tokens of a sequence, say) is the same for all and known from the own rows, if there
+    are any. Where a member has none, which all members know, the others tell it.
+    """
+    sizes = rows.sizes()
+    if all(sizes):
+        return rows.scaled_own(x.shape[0], index)
+    own = torch.full((1,), x.shape[0], dtype=torch.long, device=x.device)
+    found = communicator(group).all_gather(own, 0, [1] * len(sizes))
+    return [int(size) for size in found.tolist()]

@@ -16,22 +16,32 @@ from torch.nn import functional as F  # noqa: N812
 
 from whale.nn.column_shard import ColumnShard, plain
 from whale.nn.deferred import QUEUE, WeightQueue, deferred, queue_of
-from whale.nn.forwards import replace_forward
+from whale.nn.forwards import has_own_call, replace_forward, runs
 from whale.nn.linear_kinds import is_linear_kind
-from whale.nn.shard import Shard
+from whale.nn.shard import Shard, rows_by_member
 from whale.runtime import collectives
+from whale.runtime.compat import assert_later
 from whale.runtime.context import RowLayout
 
 
 def is_conv1d(module: nn.Module) -> bool:
     """Transformers' Conv1D: a Linear whose weight is stored [in, out]."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A Linear, a subclass that computes the same (`nn.linear_kinds`), or a Conv1D."""
-    own = module._parameters.keys() <= {"weight", "bias"} and "weight" in module._parameters
-    return own and (is_linear_kind(type(module)) or is_conv1d(module))
+    """What runs the code of nn.Linear or Conv1D, or writes it out, and holds its weight itself."""
+    known = is_conv1d(module) or is_linear_kind(type(module))
+    return known and not has_own_call(module) and holds(module, "weight", "bias")
+
+
+def holds(module: nn.Module, *names: str) -> bool:
+    """Whether these are parameters of the module, or None; not made anew before every call.
+
+    So are those of weight norm and other parametrizations.
+    """
+    return all(n in module._parameters and not hasattr(type(module), n) for n in names)
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int]:
@@ -117,7 +127,19 @@ def defer_weights(module: nn.Module, queue: WeightQueue) -> None:
 
 def can_defer(module: nn.Module) -> bool:
     """Whether W can compute this module's weight gradients."""
-    return is_linear(module) or type(module) in (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    if runs(module, nn.Embedding):
+        return holds(module, "weight")
+    return is_linear(module) or is_conv(module)
+
+
+def is_conv(module: nn.Module) -> bool:
+    """What runs the code of a convolution, and holds its weight itself."""
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    own = any(
+        isinstance(module, kind) and type(module)._conv_forward is kind._conv_forward
+        for kind in kinds
+    )
+    return own and runs(module, *kinds) and holds(module, "weight", "bias")
 
 
 class SharedInput:
@@ -130,12 +152,14 @@ class SharedInput:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.source: torch.Tensor | None = None
+        self.version = 0
         self.entered: torch.Tensor | None = None
         self.queue: WeightQueue | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, entered once."""
-        if self.source is not x or self.entered is None:
+        version = 0 if x.is_inference() else x._version
+        if self.source is not x or self.entered is None or self.version != version:
             whole = plain(x)
             # Without a gradient for x, or across replicas, nothing would ever empty the queue; a
             # weight used twice would be taken for final after its first use.
@@ -144,6 +168,7 @@ class SharedInput:
             self.queue = WeightQueue() if overlaps else None
             meanwhile = self.queue.run if self.queue is not None else None
             self.source, self.entered = x, self.shard.enter(whole, meanwhile)
+            self.version = version
         return self.entered
 
     def clear(self) -> None:
@@ -177,7 +202,10 @@ class Row:
 
 
 class LoneColumn:
-    """A Linear split by columns with nothing to pair it with: the output is a ColumnShard."""
+    """A Linear split by columns with nothing to pair it with.
+
+    The output is gathered, or left a ColumnShard where all that reads it works on shards.
+    """
 
     def __init__(self, module: Any, shard: Shard, columns: int) -> None:
         self.module, self.shard, self.columns = module, shard, columns
@@ -186,7 +214,9 @@ class LoneColumn:
         """The replaced forward."""
         shared = SharedInput(self.shard)
         local = product(self.module, shared(x), self.module.bias, shared.queue)
-        return ColumnShard(local, self.shard, self.columns)
+        if self.shard.stays:
+            return ColumnShard(local, self.shard, self.columns)
+        return self.shard.join(local, local.dim() - 1, self.columns)
 
 
 class LoneRow:
@@ -259,7 +289,9 @@ class RowsAround:
         if dim is None:
             # Every member computes the gradient of all rows; outside, replicas add up theirs.
             return _counted_once(x, self.index == 0)
-        return collectives.gather(x, 0, self.rows.scaled_own(x.shape[0], self.index), self.group)
+        return collectives.gather(
+            x, 0, rows_by_member(self.rows, x, self.index, self.group), self.group
+        )
 
     def _scatter(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         if dim is None:
@@ -290,6 +322,7 @@ class VocabEmbedding:
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """The replaced forward."""
         ids = self.shard.gather_rows(ids)
+        _check_ids(ids, self.shard.cuts[-1])
         own = (ids >= self.shard.low) & (ids < self.shard.high)
         weight = self.module.weight
         if weight.shape[0] == 0:
@@ -302,6 +335,15 @@ class VocabEmbedding:
                 padding = padding - self.shard.low if inside else None
             found = look_up(self.module, local, padding) * own.unsqueeze(-1)
         return self.shard.leave(found)
+
+
+def _check_ids(ids: torch.Tensor, rows: int) -> None:
+    """Ids that no member has would be looked up as zeros; torch refuses them."""
+    wrong = (ids < 0) | (ids >= rows)
+    if ids.is_cuda:
+        assert_later(~wrong.any())
+    elif wrong.any():
+        raise IndexError(f"id {int(ids[wrong][0])} is out of the {rows} rows of an embedding")
 
 
 class ColumnConv:

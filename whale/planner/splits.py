@@ -59,6 +59,7 @@ def choose_splits(
     if width == 1:
         return ()
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
+    rejected += [line for index in taskgraph.layers for line in graph.layers[index].whole]
     options = [way for o in options for way in ((o,) if o.units >= width else o.instead)]
     options = [o for o in options if o.units >= width and (_has_rows(o) or not bridged)]
     # The other users of a tied weight (an embedding, most often) cut what are columns here.

@@ -6,14 +6,17 @@ Place in the flow: below runtime, nn and engine. When torch moves, this is the f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import _symmetric_memory
+from torch.overrides import resolve_name
 from torch.utils.flop_counter import flop_registry
 
 
@@ -48,6 +51,53 @@ def real_tensors() -> Iterator[None]:
     """Real tensors again inside `fake_mode`."""
     with unset_fake_temporarily():
         yield
+
+
+FunctionCall = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(the user's Function, its `apply`, arguments) -> what it gives."""
+
+
+@contextmanager
+def watch_functions(around: FunctionCall) -> Iterator[None]:
+    """Inside, `around` runs every `torch.autograd.Function.apply`, which no mode sees.
+
+    Below `Function.apply` itself, so that one bound long ago (`swish = Swish.apply`) is seen too.
+    """
+    owner: Any = _SingleLevelFunction
+    before = owner.__dict__.get("apply")
+    run = owner.apply.__func__ if before is not None else None
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def real(*args: Any, **kwargs: Any) -> Any:
+            if run is not None:
+                return run(cls, *args, **kwargs)
+            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
+
+        return around(cls, real, args, kwargs)
+
+    owner.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del owner.apply
+        else:
+            owner.apply = before
+
+
+def is_torch_function(func: Any) -> bool:
+    """Whether this is a function of torch itself, not one of the same name (a custom operator)."""
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        return str(func).startswith("aten")
+    try:
+        return resolve_name(func) is not None
+    except TypeError:
+        return False
+
+
+def assert_later(ok: torch.Tensor) -> None:
+    """Fails on the device if `ok` is false, without waiting for it here."""
+    torch._assert_async(ok)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -73,7 +73,7 @@ class RowLayout:
         return [size * factor for size in sizes]
 
     def scaled_own(self, own: int, index: int) -> list[int]:
-        """The same from this member's own size."""
+        """The same from the size on a member that has rows."""
         sizes = self.sizes()
-        factor = own // sizes[index] if sizes[index] else 1
+        factor = own // sizes[index]
         return [size * factor for size in sizes]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from whale.errors import PlanError
+from whale.errors import PlanError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.ir.virtual_device import micro_batch_cuts
@@ -283,6 +283,12 @@ class Executor:
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
         loss, count = flight.outcome.loss, flight.outcome.count
+        if loss is not None and not loss.requires_grad:
+            raise WhaleError(
+                f"the loss of micro-batch {micro_batch} needs no gradient: it would train nothing",
+                hint="it must depend on a parameter that requires a gradient, and not through "
+                "`detach`, `torch.no_grad` or `.item()`",
+            )
         if loss is not None and count is not None and loss.requires_grad:
             roots.append(loss)
             seeds.append(count.to(loss.dtype).reshape(loss.shape))

@@ -25,6 +25,9 @@ from whale.nn.moe.router import ROUTERS, Alone, Meeting, Routed
 
 BALANCES = ("bias", "loss", "none")
 
+_RUNNER, _RUNNING = "_runner", "_running"
+_PARTS = ("run", "here", "ffn", "_route", "_few_slots", "_count", "_loss")
+
 Compute = Callable[[Tensor, Routed], Tensor]
 """The experts' weighted sum for tokens [T, d]."""
 
@@ -161,12 +164,35 @@ class MoE(nn.Module):
 
         Tokens that are not `valid` [...] (padding) go to no expert, give zeros, and count nowhere.
         """
-        return self.run(x, valid, Alone(), self.here)
+        runner = self.__dict__.get(_RUNNER)
+        if runner is None:
+            return self.run(x, valid, Alone(), self.here)
+        self.__dict__[_RUNNING] = True
+        try:
+            found: Tensor | tuple[Tensor, Tensor] = runner(x, valid)
+            return found
+        finally:
+            self.__dict__[_RUNNING] = False
+
+    @property
+    def runner(self) -> Any:
+        """What `forward` runs instead of the experts here; None: nothing."""
+        return self.__dict__.get(_RUNNER)
+
+    def run_by(self, runner: Callable[[Tensor, Tensor | None], Any]) -> None:
+        """From now on `forward` runs this; a subclass's own, which calls it, runs as it stands."""
+        self.__dict__[_RUNNER] = runner
 
     def run(
         self, x: Tensor, valid: Tensor | None, meeting: Meeting, compute: Compute
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`forward`, with the replicas of `meeting`, the experts' part done by `compute`."""
+        if _RUNNER in self.__dict__ and not self.__dict__.get(_RUNNING):
+            raise WhaleError(
+                f"{type(self).__name__} calls MoE.run itself, past the replicas and devices that "
+                "share these experts",
+                hint="call super().forward(x) in its forward",
+            )
         tokens = x.reshape(-1, self.dim)
         valid = None if valid is None else valid.reshape(-1)
         # Small differences between logits decide where tokens go: half precision is too coarse.
@@ -280,6 +306,15 @@ class MoE(nn.Module):
             groups = self.top_k if self.router_kind == "prototype" else 1
             loss = loss + self.loss_weight * self.num_experts / groups * even
         return loss
+
+
+def own_parts(module: MoE) -> list[str]:
+    """The methods inside `forward` that a subclass has of its own: nobody else's code fits them."""
+    return [
+        name
+        for name in _PARTS
+        if getattr(type(module), name) is not getattr(MoE, name) or name in module.__dict__
+    ]
 
 
 def _autocast(tensor: Tensor) -> Tensor:

@@ -72,7 +72,8 @@ def plain_activation(module: nn.Module) -> str | None:
     more = (getattr(module, name, None) for name in ("has_bias", "has_post_expert_norm"))
     gate = getattr(getattr(type(module), "_apply_gate", None), "__name__", "")
     act = getattr(module, "act_fn", None)
-    if not all(told) or any(more) or gate != "_default_apply_gate":
+    theirs = type(module).forward.__module__.startswith("transformers.")
+    if not theirs or not all(told) or any(more) or gate != "_default_apply_gate":
         return None
     if type(act) is nn.GELU and act.approximate != "none":
         return None

@@ -1,0 +1,178 @@
+"""Readers: which code reads each parameter, seen in a run of the whole model on fake tensors.
+
+Place in the flow: watches the runs of `engine.capture`; `engine.graph` asks it about every split
+option. A rule replaces the forward of its modules, and only they may read a parameter that it cuts:
+`w.norm()` in a block, `F.linear(x, self.proj.weight)` or a penalty in the loss would read a shard
+and never know. Who reads is told by the stack: the innermost module whose method is running, and
+the file that method is in. Hooks run in the call of a module, not in its forward, and do not count
+as the module's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from whale.engine.program import tensors_in
+from whale.engine.trace import HARMLESS, user_line
+from whale.ir.model_graph import SplitOption
+from whale.ir.sharding import DimSharding
+from whale.nn.moe import layer as experts
+from whale.nn.sharded import is_linear
+from whale.runtime.compat import watch_functions
+
+# The files whose code the rules were written for.
+_KNOWN_FILES = frozenset(
+    [
+        *(inspect.getfile(kind) for kind in (nn.Linear, nn.Embedding, nn.Conv2d)),
+        inspect.getfile(nn.MultiheadAttention),
+        inspect.getfile(experts),
+    ]
+)
+_KNOWN_MODULES = frozenset(["transformers.pytorch_utils"])
+_WITHOUT_TRACE = ("user", "stacked experts", "batched experts")
+"""Rules whose module may read its own parameters as it likes: a user's own, one that ran on fakes
+in another form, and one whose reads were followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One place in which a parameter is read."""
+
+    module: str | None
+    """Path of the innermost module whose method is running; None: code outside of all modules."""
+    known: bool
+    """Whether that method is one a rule was written for, not a subclass's or a hook."""
+    function: str
+    where: str
+
+
+class Readers(TorchFunctionMode):
+    """Keeps who reads each parameter; `names` are parameters by the id of their tensor."""
+
+    def __init__(self, names: Mapping[int, str], paths: Mapping[int, str]) -> None:
+        super().__init__()
+        self.names, self.paths = names, paths
+        self.reads: dict[str, dict[Read, None]] = {}
+        self.watching = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name not in HARMLESS:
+            self._note(name, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def functions(self) -> Iterator[None]:
+        """Inside, what a user's autograd.Functions are given counts as read too."""
+
+        def around(kind: type, run: Any, args: Any, kwargs: Any) -> Any:
+            self._note(kind.__name__, (args, kwargs))
+            return run(*args, **kwargs)
+
+        with watch_functions(around):
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around code that is not the model's."""
+        self.watching = False
+        try:
+            yield
+        finally:
+            self.watching = True
+
+    def _note(self, function: str, args: Any) -> None:
+        if not self.watching:
+            return
+        for tensor in tensors_in(args):
+            name = self.names.get(id(tensor))
+            if name is not None:
+                self.reads.setdefault(name, {})[self._reader(function)] = None
+
+    def _reader(self, function: str) -> Read:
+        frame = sys._getframe(2)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in self.paths:
+                file = frame.f_code.co_filename
+                known = file in _KNOWN_FILES or frame.f_globals.get("__name__") in _KNOWN_MODULES
+                # A Linear that writes itself out reads what torch's would.
+                known = known or (is_linear(owner) and frame.f_code.co_name == "forward")
+                return Read(self.paths[id(owner)], known, function, "" if known else user_line())
+            frame = frame.f_back  # type: ignore[assignment]
+        return Read(None, False, function, user_line())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offers:
+    """The options of one Layer, and what is needed to judge who reads their parameters."""
+
+    path: str
+    options: tuple[SplitOption, ...]
+    layers: Mapping[str, frozenset[str]]
+    """The parameters of every Layer, by path."""
+
+    def without_readers(
+        self, reads: Mapping[str, Mapping[Read, None]]
+    ) -> tuple[tuple[SplitOption, ...], tuple[str, ...]]:
+        """The options whose parameters no other code reads, and why the others are left out."""
+        kept = self.options
+        why: dict[str, None] = {}
+        while True:
+            found = {id(o): self._foreign(o, kept, reads) for o in kept}
+            why.update({line: None for line in found.values() if line is not None})
+            if not any(found.values()):
+                return kept, tuple(why)
+            kept = tuple(o for o in kept if found[id(o)] is None)
+
+    def _foreign(
+        self,
+        option: SplitOption,
+        options: tuple[SplitOption, ...],
+        reads: Mapping[str, Mapping[Read, None]],
+    ) -> str | None:
+        for param in option.params:
+            for read in reads.get(param[0], ()):
+                if not self._allows(option, param, options, read):
+                    return (
+                        f"{option.path} is not split by {option.unit}: other code "
+                        f"({read.where or read.module}) reads its {param[0]} "
+                        f"(`{read.function}`), which must be whole there"
+                    )
+        return None
+
+    def _allows(
+        self,
+        option: SplitOption,
+        param: tuple[str, DimSharding],
+        options: tuple[SplitOption, ...],
+        read: Read,
+    ) -> bool:
+        if read.module == option.path and ("cut", param[0]) in option.marks:
+            return True
+        if read.module in option.modules:
+            return read.known or option.rule in _WITHOUT_TRACE
+        layer = layer_of(read.module, self.layers)
+        if layer is not None and layer != self.path:
+            # A tied weight: the planner sees to it that no rank needs it both cut and whole.
+            return param[0] in self.layers[layer]
+        return read.known and any(read.module in o.modules and param in o.params for o in options)
+
+
+def layer_of(path: str | None, layers: Iterable[str]) -> str | None:
+    """The Layer a module is in; None: glue."""
+    if path is None:
+        return None
+    return next((p for p in layers if path == p or path.startswith(f"{p}.") or p == ""), None)

@@ -1,0 +1,563 @@
+"""Rehearsal: each installed split runs a few rows beside the whole module, before it is trusted.
+
+Place in the flow: a step of `engine.lower`, on the real groups, when all sharded forwards are in
+place and before dropout is keyed. What a rule replaces, skips or never sees shows in numbers:
+outputs, input gradients and parameter gradients are compared with those of the user's own module,
+in float64 where it runs in float64. Layers of one kind are tried once. Stacked experts, which are
+known by their looks only, are tried once more with choices that reach all of them. Nothing stays
+behind: buffers, attributes, gradients and random states are put back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from whale.engine.capture import Captured
+from whale.engine.examples import Example, TensorShape
+from whale.engine.program import tensors_in
+from whale.engine.stillness import Still, as_before
+from whale.engine.weights import take
+from whale.errors import PlanError
+from whale.ir.plan import Plan, TaskGraphPlan
+from whale.ir.sharding import Piece
+from whale.nn.column_shard import plain
+from whale.nn.moe.stacked import matrices
+from whale.runtime import batch as batches
+from whale.runtime.context import StepContext
+
+LARGEST = 1 << 30
+"""Bytes of a Layer that is still tried."""
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-3}
+_COARSE = 8e-2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A module to run both ways, and the arguments of all rows."""
+
+    path: str
+    taskgraph: TaskGraphPlan
+    rules: str
+    rows: int
+    args: Any
+    kwargs: Any
+    shapes: list[TensorShape]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What one rank found."""
+
+    wrong: str = ""
+    note: str = ""
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of each parameter's gradient, this rank's part of two weighted sums."""
+    truth: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    """The whole gradient's, and what they are measured against."""
+    tolerance: float = 0.0
+
+
+def rehearse(
+    local: nn.Module,
+    pieces: dict[str, Piece],
+    context: StepContext,
+    *,
+    model: nn.Module,
+    plan: Plan,
+    captured: Captured,
+    batch: Any,
+    loss: batches.Loss | None,
+    rank: int,
+    device: torch.device,
+) -> list[str]:
+    """Raises on every rank if a split computes anything else; gives what could not be tried."""
+    if not any(t.splits for t in plan.taskgraphs):
+        return []
+    notes: list[str] = []
+    trials = _trials(model, plan, captured, batch, loss, device, notes)
+    found: dict[int, Verdict] = {}
+    modules = dict(local.named_modules(remove_duplicate=False))
+    names = {id(p): name for name, p in model.named_parameters()}
+    before = copy.copy(context)
+    for number, trial in enumerate(trials):
+        if rank not in trial.taskgraph.virtual_device.ranks:
+            continue
+        stage = plan.stages[trial.taskgraph.stage].virtual_device
+        start, end = stage.rows(rank, trial.rows)
+        # A step before the first: calls that are numbered by step begin anew afterwards.
+        context.step, context.stage, context.micro_batch = -1, trial.taskgraph.stage, 0
+        context.micro_rows, context.first_row, context.rows = trial.rows, start, end - start
+        whole = model.get_submodule(trial.path)
+        own = modules[trial.path]
+        share = _Share(plan, trial.taskgraph, rank, pieces, names)
+        with as_before(own), torch.autocast(device.type, enabled=False), torch.enable_grad():
+            found[number] = _compare(trial, whole, own, share, (start, end), device, number)
+    for name in ("step", "stage", "micro_batch", "micro_rows", "first_row", "rows"):
+        setattr(context, name, getattr(before, name))
+    _judge(trials, _everyone(found), notes)
+    return notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Which part of a gradient is this rank's."""
+
+    plan: Plan
+    taskgraph: TaskGraphPlan
+    rank: int
+    pieces: dict[str, Piece]
+    names: dict[int, str]
+
+    def copies(self, name: str) -> int:
+        """Ranks that compute the same gradient as this one."""
+        home = next(home for home in self.plan.homes if home.name == name)
+        device = self.taskgraph.virtual_device
+        cut = {n for split in self.taskgraph.splits for n, _ in split.params}
+        if name in cut:
+            return 1
+        if self.taskgraph.index in home.around:
+            return len(device.replicas[device.position(self.rank)[0]].ranks)
+        stage = self.plan.stages[self.taskgraph.stage].virtual_device
+        return len(stage.replicas[stage.position(self.rank)[0]].ranks)
+
+
+# ---- what is tried -------------------------------------------------------------------------------
+
+
+def _trials(
+    model: nn.Module,
+    plan: Plan,
+    captured: Captured,
+    batch: Any,
+    loss: batches.Loss | None,
+    device: torch.device,
+    notes: list[str],
+) -> list[Trial]:
+    wanted: dict[str, tuple[TaskGraphPlan, str]] = {}
+    kinds: set[Any] = set()
+    signatures = {layer.path: layer.signature for layer in captured.graph.layers}
+    for taskgraph in plan.taskgraphs:
+        for path in taskgraph.layers:
+            inside = [s for s in taskgraph.splits if _within(s.path, path)]
+            rules = [(s.rule, s.path[len(path) :], s.cuts, s.per_node) for s in inside]
+            kind = (taskgraph.virtual_device, signatures[path], tuple(rules))
+            if inside and kind not in kinds:
+                kinds.add(kind)
+                wanted[path] = taskgraph, ", ".join(f"{s.path} by {s.unit}" for s in inside)
+    replicas = max(len(s.virtual_device.replicas) for s in plan.stages)
+    rows = min(batches.num_rows(batch), 2 * replicas + 1)
+    calls = _calls(model, set(wanted), batch, loss, rows, notes)
+    trials = []
+    for path, (taskgraph, how) in wanted.items():
+        layer, example = model.get_submodule(path), captured.examples.get(path)
+        why = _not_tried(layer, path, example, calls, rows, plan, taskgraph)
+        if why:
+            notes.append(f"{path} was not tried beside the whole module: {why}")
+        elif example is not None:
+            args, kwargs = calls[path]
+            trials.append(
+                Trial(
+                    path=path,
+                    taskgraph=taskgraph,
+                    rules=how,
+                    rows=rows,
+                    args=args,
+                    kwargs=kwargs,
+                    shapes=example.shapes,
+                )
+            )
+        trials += [] if why else _stacked_trials(model, path, taskgraph, device)
+    return trials
+
+
+def _within(path: str, layer: str) -> bool:
+    return path == layer or path.startswith(f"{layer}.") or not layer
+
+
+def _not_tried(
+    layer: nn.Module,
+    path: str,
+    example: Example | None,
+    calls: dict[str, Any],
+    rows: int,
+    plan: Plan,
+    taskgraph: TaskGraphPlan,
+) -> str:
+    state = [*layer.parameters(), *layer.buffers()]
+    if any(t.is_meta for t in state):
+        return "it has no values yet"
+    size = sum(t.numel() * t.element_size() for t in state)
+    if size > LARGEST:
+        return f"it holds {size / 1e9:.1f} GB"
+    if path not in calls or example is None:
+        return "no call of it was seen"
+    tensors = tensors_in(calls[path])
+    if len(tensors) != len(example.shapes) or any(
+        s.batch_dim is not None
+        and (t.dim() <= s.batch_dim or t.shape[s.batch_dim] != rows * s.shape[s.batch_dim])
+        for t, s in zip(tensors, example.shapes, strict=False)
+    ):
+        return "its arguments are not those of the trace"
+    device = plan.stages[taskgraph.stage].virtual_device
+    points = device.row_cuts(rows)
+    if any(a == b for a, b in zip(points, points[1:], strict=False)):
+        return f"{rows} rows are too few for {len(device.replicas)} replicas"
+    return ""
+
+
+def _calls(
+    model: nn.Module,
+    paths: set[str],
+    batch: Any,
+    loss: batches.Loss | None,
+    rows: int,
+    notes: list[str],
+) -> dict[str, tuple[Any, Any]]:
+    """What the user's model gives these Layers for a few rows of the batch."""
+    if any(t.is_meta for t in (*model.parameters(), *batches.leaves(batch))):
+        return {}
+    calls: dict[str, tuple[Any, Any]] = {}
+    handles = []
+
+    def look(path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(path, (args, kwargs))
+
+        return hook
+
+    where = next((p.device for p in model.parameters()), torch.device("cpu"))
+    try:
+        with as_before(model), Still(), torch.no_grad():
+            for path in sorted(paths):
+                module = model.get_submodule(path)
+                handles.append(module.register_forward_pre_hook(look(path), with_kwargs=True))
+            batches.call_model(model, loss, batches.spread_rows(batch, rows, where))
+    except Exception as error:  # noqa: BLE001 - the first step will say it better
+        notes.append(f"the model did not run on {rows} rows: {type(error).__name__}: {error}"[:200])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _stacked_trials(
+    model: nn.Module, path: str, taskgraph: TaskGraphPlan, device: torch.device
+) -> list[Trial]:
+    """Stacked experts alone, with choices and weights that tell all of them apart."""
+    trials = []
+    for split in taskgraph.splits:
+        if split.rule != "stacked experts" or not _within(split.path, path):
+            continue
+        module = model.get_submodule(split.path)
+        found = matrices(module)
+        assert found is not None, split.path
+        w_in, _ = found
+        count, width = w_in.shape[:2]
+        generator = torch.Generator().manual_seed(count)
+        rows = 4 * count
+        tokens = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+        choices = min(2, count)
+        first = torch.arange(rows) % count
+        step = 1 + torch.arange(rows) // count % max(1, count - 1)
+        ids = torch.stack([(first + j * step) % count for j in range(choices)], 1)
+        gates = torch.rand(rows, choices, generator=generator, dtype=torch.float64) + 0.1
+        if not any(p.dim() == 3 for p in module.parameters()):
+            tokens = tokens.unsqueeze(1)  # experts in one dim with their rows (DBRX) read a batch
+        args = (tokens.to(w_in.dtype), ids, gates.to(w_in.dtype))
+        shapes = [
+            TensorShape(
+                shape=(1, *a.shape[1:]), batch_dim=0, dtype=a.dtype, requires_grad=a is not ids
+            )
+            for a in args
+        ]
+        trials.append(
+            Trial(
+                path=split.path,
+                taskgraph=taskgraph,
+                rules=f"{split.path} by {split.unit}",
+                rows=rows,
+                args=args,
+                kwargs={},
+                shapes=shapes,
+            )
+        )
+    return trials
+
+
+# ---- one trial -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Ran:
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor | None]
+    drew: bool
+
+
+def _run(
+    module: nn.Module,
+    trial: Trial,
+    span: tuple[int, int],
+    device: torch.device,
+    wide: bool,
+    cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor | None]],
+) -> _Ran:
+    """Forward and backward on the rows of `span`, with a gradient for every float argument."""
+    shapes, made = iter(trial.shapes), {}
+    inputs: list[torch.Tensor | None] = []
+
+    def argument(tensor: torch.Tensor) -> torch.Tensor:
+        shape = next(shapes)
+        if id(tensor) not in made:
+            part = tensor.detach()
+            if shape.batch_dim is not None:
+                factor = shape.shape[shape.batch_dim]
+                part = part.narrow(shape.batch_dim, span[0] * factor, (span[1] - span[0]) * factor)
+            leaf = _wider(part.to(device)) if wide else part.to(device)
+            leaf = leaf.clone()
+            if leaf.is_floating_point():
+                leaf.requires_grad_()
+            inputs.append(leaf if shape.batch_dim is not None else None)
+            made[id(tensor)] = leaf.clone()
+        return made[id(tensor)]
+
+    args, kwargs = _map((trial.args, trial.kwargs), argument)
+    still = Still()
+    with still:
+        outputs = [plain(t) for t in tensors_in(module(*args, **kwargs))]
+        pairs = [
+            (out, cot)
+            for out, cot in zip(outputs, cotangents(outputs), strict=True)
+            if cot is not None and out.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
+    return _Ran(outputs, inputs, still.drew)
+
+
+def _map(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, (tuple, list)):
+        items = [_map(item, fn) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        mapped = {key: _map(item, fn) for key, item in value.items()}
+        return mapped if type(value) is dict else type(value)(**mapped)
+    return value
+
+
+_WIDER = {
+    torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}  # fmt: skip
+
+
+def _wider(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
+
+
+def _widen(module: nn.Module) -> None:
+    """Its parameters and buffers in double precision (`as_before` puts them back)."""
+    for parameter in module.parameters():
+        parameter.data = _wider(parameter.data)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = _wider(buffer)
+
+
+def _compare(
+    trial: Trial,
+    whole: nn.Module,
+    own: nn.Module,
+    share: _Share,
+    span: tuple[int, int],
+    device: torch.device,
+    number: int,
+) -> Verdict:
+    generator = torch.Generator().manual_seed(number)
+    seeds: list[torch.Tensor] = []
+
+    def at_random(outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        for out in outputs:
+            seeds.append(torch.randn(out.shape, generator=generator, dtype=torch.float64))
+        return [
+            s.to(out) if out.is_floating_point() else None
+            for s, out in zip(seeds, outputs, strict=True)
+        ]
+
+    dtypes = {p.dtype for p in whole.parameters() if p.is_floating_point()}
+    all_rows = (0, trial.rows)
+    alike = copy.deepcopy(whole).to(device)
+    for parameter in alike.parameters():
+        parameter.grad = None
+    wide = True
+    try:
+        with as_before(alike):
+            _widen(alike)
+            expected = _run(alike, trial, all_rows, device, True, at_random)
+            gradients = _gradients(alike, whole, share.names)
+    except Exception:  # noqa: BLE001 - code that makes float32 tensors of its own
+        wide = False
+        seeds.clear()
+        generator.manual_seed(number)
+        for parameter in alike.parameters():
+            parameter.grad = None
+        try:
+            with as_before(alike):
+                expected = _run(alike, trial, all_rows, device, False, at_random)
+                gradients = _gradients(alike, whole, share.names)
+        except Exception as error:  # noqa: BLE001 - it needs what only the model gives it
+            why = f"{type(error).__name__}: {error}"[:200]
+            return Verdict(note=f"{trial.path} was not tried: alone it raises {why}")
+    coarse = max((_TOLERANCE.get(d, _COARSE) for d in dtypes), default=_COARSE)
+    verdict = Verdict(tolerance=_TOLERANCE[torch.float64] if wide else coarse)
+    dims: list[int | None] = []
+
+    def own_part(outputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = []
+        for out, seed, wanted in zip(outputs, seeds, expected.outputs, strict=True):
+            dim = _rows_dim(tuple(out.shape), tuple(wanted.shape), trial.rows, span)
+            dims.append(dim)
+            part = _part(seed, dim, trial.rows, span)
+            if dim is None:
+                # What is the same for all replicas is in the loss of each, by its share of rows.
+                part = part * ((span[1] - span[0]) / trial.rows)
+            found.append(part.to(out) if out.is_floating_point() else None)
+        return found
+
+    if wide:
+        _widen(own)
+    got = _run(own, trial, span, device, wide, own_part)
+    mine = _gradients(own, whole, share.names)
+    if expected.drew or got.drew:
+        return Verdict(note=f"{trial.path} was not tried: it draws random numbers")
+    pairs = [
+        (f"output {i}", out, _part(wanted, dim, trial.rows, span))
+        for i, (out, wanted, dim) in enumerate(
+            zip(got.outputs, expected.outputs, dims, strict=True)
+        )
+    ]
+    for i, (a, b) in enumerate(zip(got.inputs, expected.inputs, strict=True)):
+        if a is None or b is None or b.grad is None or not a.is_floating_point():
+            continue
+        dim = _rows_dim(tuple(a.shape), tuple(b.shape), trial.rows, span)
+        grad = a.grad if a.grad is not None else torch.zeros_like(a)
+        pairs.append((f"the gradient of input {i}", grad, _part(b.grad, dim, trial.rows, span)))
+    verdict.wrong = _first_wrong(pairs, verdict.tolerance)
+    for name, gradient in gradients.items():
+        weights = _weights(gradient.shape)
+        sums = [float((gradient.double().cpu() * w).sum()) for w in weights]
+        size = float(gradient.double().abs().sum())
+        verdict.truth[name] = (sums[0], sums[1], size)
+        if name in mine and name in share.pieces:
+            piece = mine[name].double().cpu()
+            parts = [float((piece * take(w, share.pieces[name])).sum()) for w in weights]
+            copies = share.copies(name)
+            verdict.sums[name] = (parts[0] / copies, parts[1] / copies)
+    return verdict
+
+
+def _gradients(
+    module: nn.Module, whole: nn.Module, names: dict[int, str]
+) -> dict[str, torch.Tensor]:
+    """Gradients by the first names of the user's parameters; zeros where there is none."""
+    found = {}
+    for (_, theirs), (_, mine) in zip(
+        whole.named_parameters(), module.named_parameters(), strict=True
+    ):
+        if mine.requires_grad:
+            grad = mine.grad if mine.grad is not None else torch.zeros_like(mine)
+            found[names[id(theirs)]] = grad
+    return found
+
+
+def _rows_dim(
+    own: tuple[int, ...], whole: tuple[int, ...], rows: int, span: tuple[int, int]
+) -> int | None:
+    """Where the rows are in an output; None: nowhere, or all of them are here."""
+    if own == whole:
+        return None
+    count = span[1] - span[0]
+    for dim, (a, b) in enumerate(zip(own, whole, strict=False)):
+        if a != b and a * rows == b * count:
+            return dim
+    return None
+
+
+def _part(tensor: torch.Tensor, dim: int | None, rows: int, span: tuple[int, int]) -> torch.Tensor:
+    if dim is None:
+        return tensor
+    factor = tensor.shape[dim] // rows
+    return tensor.narrow(dim, span[0] * factor, (span[1] - span[0]) * factor)
+
+
+def _first_wrong(pairs: list[tuple[str, torch.Tensor, torch.Tensor]], tolerance: float) -> str:
+    for name, got, wanted in pairs:
+        if got.shape != wanted.shape:
+            return (
+                f"{name} has shape {tuple(got.shape)}, that of the whole module "
+                f"{tuple(wanted.shape)}"
+            )
+        if not got.numel():
+            continue
+        a, b = got.detach().to(torch.complex128), wanted.detach().to(torch.complex128)
+        same = (a == b) | (a.isnan() & b.isnan())
+        error = torch.where(same, 0.0, (a - b).abs()).max()
+        scale = torch.where(b.isfinite(), b.abs(), 0.0).max().clamp(min=1e-6)
+        if not error <= tolerance * scale:
+            return f"{name} is off by {float(error / scale):.2g} of its largest entry"
+    return ""
+
+
+def _weights(shape: torch.Size) -> list[torch.Tensor]:
+    """Two weights of every entry, by its place: sums by both are equal only for equal tensors."""
+    places = torch.arange(1, shape.numel() + 1, dtype=torch.float64).view(shape)
+    return [(places * step) % 1.0 - 0.5 for step in (0.6180339887498949, 0.4142135623730951)]
+
+
+# ---- what all ranks say --------------------------------------------------------------------------
+
+
+def _everyone(found: dict[int, Verdict]) -> list[dict[int, Verdict]]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [found]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    return gathered
+
+
+def _judge(trials: list[Trial], everyone: list[dict[int, Verdict]], notes: list[str]) -> None:
+    for number, trial in enumerate(trials):
+        verdicts = {r: found[number] for r, found in enumerate(everyone) if number in found}
+        notes += dict.fromkeys(v.note for v in verdicts.values() if v.note)
+        for rank, verdict in verdicts.items():
+            if verdict.wrong:
+                raise _refusal(trial, f"{verdict.wrong} (rank {rank})")
+        if any(v.note for v in verdicts.values()) or not verdicts:
+            continue
+        first = next(iter(verdicts.values()))
+        largest = max((size for _, _, size in first.truth.values()), default=0.0)
+        for name, (*wanted, size) in first.truth.items():
+            scale = max(size, 1e-3 * largest, 1e-9)
+            for i, want in enumerate(wanted):
+                got = sum(v.sums[name][i] for v in verdicts.values() if name in v.sums)
+                if not abs(got - want) <= first.tolerance * scale:
+                    error = abs(got - want) / scale
+                    raise _refusal(trial, f"the gradient of {name} is off by {error:.2g}")
+
+
+def _refusal(trial: Trial, what: str) -> PlanError:
+    return PlanError(
+        f"{trial.path} does not compute the same when it is split ({trial.rules}): {what}",
+        hint="its code does something the rule does not know of: `replicate` this module, or "
+        "register a rule for its type (wh.register_rule); Config check_splits=False trusts it",
+    )
