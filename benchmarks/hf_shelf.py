@@ -197,13 +197,18 @@ def describe(plan: Plan) -> dict[str, Any]:
         for s in t.splits
         if s.rule in ("row", "conv") or (s.rule == "column" and s.joined != "loss")
     ]
-    heads = sum(rules[rule] for rule in ("attention", "multihead"))
-    columns = [path for path in lone if any(word in path.lower() for word in _ATTENTION)]
+    heads = [s.path for t in split for s in t.splits if s.rule in ("attention", "multihead")]
+    columns = [
+        path
+        for path in lone
+        if any(word in path.lower() for word in _ATTENTION)
+        and not path.startswith(tuple(f"{at}." for at in heads))
+    ]
     return {
         "share": sum(sizes[name] for name in cut) / max(1, sum(sizes.values())),
         "rules": dict(rules),
         "gathers": lone,
-        "attention": _how(heads, bool(columns)),
+        "attention": _how(len(heads), bool(columns)),
         "whole": [path for t in split for path in t.whole],
     }
 

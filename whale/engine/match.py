@@ -29,7 +29,6 @@ from whale.engine.trace import GlueTracer, is_cache
 from whale.engine.unit_options import is_clear, is_norm, unit_options
 from whale.errors import CaptureError
 from whale.ir.model_graph import SplitOption
-from whale.ir.plan import AROUND
 from whale.ir.sharding import DimSharding
 from whale.nn.attention import supported
 from whale.nn.forwards import has_hooks, replace_forward, runs
@@ -63,10 +62,9 @@ def split_options(
         for option in found:
             if not taken.intersection(option.modules):
                 taken.update(option.modules)
-                if option.rule in AROUND:
-                    # What else is in it sees the rows that were gathered around it.
-                    inner = f"{option.path}." if option.path else ""
-                    taken.update(name for name in modules if name.startswith(inner))
+                # Modules between an entry and the units are computed whole.
+                places = [where for what, where in option.marks if what in ("entry", "summed")]
+                taken.update(place.partition(":")[0] for place in places)
                 options.append(option)
 
     add(_user_options(modules, names))

@@ -52,9 +52,6 @@ def unit_options(inside: Inside, names: Names, reasons: dict[str, str]) -> list[
         if option is not None:
             found.append(option)
             taken.update(option.modules)
-            if option.rule == "attention":
-                prefix = f"{path}." if path else ""
-                taken.update(p for p in inside.modules if p.startswith(prefix))
     return found
 
 

@@ -62,6 +62,10 @@ def choose_splits(
     rejected += [line for index in taskgraph.layers for line in graph.layers[index].whole]
     options = [way for o in options for way in ((o,) if o.units >= width else o.instead)]
     options = [o for o in options if o.units >= width and (_has_rows(o) or not bridged)]
+    if bridged:
+        # What else is in a module around which rows are gathered sees those of all replicas.
+        around = [f"{o.path}." if o.path else "" for o in options if o.rule in AROUND]
+        options = [o for o in options if o.rule in AROUND or not o.path.startswith(tuple(around))]
     # The other users of a tied weight (an embedding, most often) cut what are columns here.
     tied = {p.name for p in graph.parameters if p.aliases}
     options = [o for o in options if o.rule != "row" or o.params[0][0] not in tied]
