@@ -25,7 +25,7 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.randn(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = x * torch.rsqrt(x.float().double().pow(2).mean(-1, keepdim=True) + 1e-5)
+        normed = x * torch.rsqrt(x.to(self.weight.dtype).pow(2).mean(-1, keepdim=True) + 1e-5)
         return normed * (1.0 + self.weight)
 
 

@@ -14,6 +14,7 @@ SplitOption are made by `engine.unit_options`, tried by `engine.rerun`, and trav
 | `operand` function:dim:size | whole operands of which the own units are taken |
 | `mean` width | means over the columns of all units, of that width: summed over members |
 | `returned` place:dim:result | an output that holds units, gathered (`without_unread`) |
+| `unread` result | one of those that nothing reads: it stays a part |
 | `head dropout` path | a dropout that sees some heads, in dim 1; `()` for functional ones |
 """
 
@@ -102,7 +103,10 @@ def without_unread(
         result = int(mark[1].rpartition(":")[2])
         return any(result >= len(made) or made[result] in read for made in calls)
 
-    marks = tuple(m for m in option.marks if m[0] != "returned" or is_read(m))
+    marks = tuple(
+        m if m[0] != "returned" or is_read(m) else ("unread", m[1].rpartition(":")[2])
+        for m in option.marks
+    )
     return replace(option, marks=marks)
 
 
