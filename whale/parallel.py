@@ -134,6 +134,7 @@ def parallelize(
         _refuse_overflow(plan)
     else:
         check_given(plan, captured.graph)
+    _warn_of_low_share(plan)
     rank, num_ranks = _rank()
     if plan.num_ranks != num_ranks:
         raise PlanError(
@@ -280,6 +281,18 @@ def _refuse_overflow(plan: Plan) -> None:
                 f"{device.capacity_bytes / 1e9:.1f} GB",
                 hint="more micro-batches, fewer rows, more devices or stages; `whale plan` shows "
                 "what takes the memory",
+            )
+
+
+def _warn_of_low_share(plan: Plan) -> None:
+    """A `split` that leaves most of its parameters whole on every device is not what was asked."""
+    for taskgraph in plan.taskgraphs:
+        if taskgraph.is_low:
+            why = "; ".join(taskgraph.why_whole(most=3)[1:])
+            warnings.warn(
+                f"only {taskgraph.split_share:.0%} of the parameters of {taskgraph.name} are "
+                f"split, the rest is whole on every device ({why}); print(step.plan) says more",
+                stacklevel=3,
             )
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import whale as wh
-from tests.parity.attentions import CASES, ROWS, STEPS, T5Case
+from tests.parity import attentions
+from tests.parity.attentions import ROWS, STEPS, T5Case
+from tests.parity.eager_attentions import EAGER
 from tests.parity.layouts import LAYOUTS as MATRIX
 from tests.parity.layouts import M2, M3, LayerPaths, Layout, pipeline, whole
 from tests.parity.parity import ADAMW, worst_errors
@@ -23,6 +25,7 @@ from whale.engine.capture import capture
 from whale.ir.virtual_device import micro_batch_cuts
 
 TOLERANCE = 1e-9
+CASES = {**attentions.CASES, **{f"eager: {name}": case for name, case in EAGER.items()}}
 
 
 def _bridged(model: nn.Module, paths: list[str]) -> Any:
@@ -153,6 +156,7 @@ STAGED = ["multihead again", "glue"]
 SMALL = [n for n, case in CASES.items() if not isinstance(case, T5Case) and n not in STAGED]
 # A bias with rows, or one tensor given three times, is left whole where rows have to be gathered.
 WHOLE = ["bias of heads and rows", *(name for name in SMALL if name.startswith("multihead"))]
+WHOLE.append("eager: no Linears")  # nothing of it can be split
 
 
 def _uneven(kind: str) -> pytest.MarkDecorator:

@@ -216,8 +216,10 @@ def _watched(
                     replace_forward(layer, replaced)
                 try:
                     with _Paused(tracer), tracer.recorder.off(), readers.paused():
+                        why: dict[str, str] = {}
+                        run.reasons[path] = why
                         run.options[path] = counter.paused(
-                            lambda: split_options(path, layer, args, kwargs, names)
+                            lambda: split_options(path, layer, args, kwargs, names, why)
                         )
                 finally:
                     replace_forward(layer, inner)

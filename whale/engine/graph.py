@@ -7,7 +7,7 @@ what grows with the batch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from whale.engine.examples import Example
 from whale.engine.lone import allows_rows, joined
 from whale.engine.program import Program, ValueSpec
 from whale.engine.readers import Offers, Read
+from whale.engine.unit_marks import without_unread
 from whale.engine.work import Counts, costs, line_through, signature
 from whale.ir.model_graph import (
     BatchDims,
@@ -57,6 +58,8 @@ class Run:
     """What it drew from Python's and numpy's generators."""
     changes: frozenset[str] | None = None
     """What the forward changed in the model; None: it did not end."""
+    reasons: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By Layer, why modules of it stay whole."""
 
     @classmethod
     def empty(cls) -> Run:
@@ -94,6 +97,19 @@ def graph_of(
         meets = meets_of(layers[path], path, first)
         found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
         shapes = example.shapes if (example := examples.get(path)) is not None else []
+
+        def known(option: SplitOption, path: str = path, meets: Any = meets) -> SplitOption:
+            return replace(
+                without_unread(option, path, program, first.result),
+                dims=_batch_dims(option, first, second),
+                joined=joined(option, path, program, layers, rows[0]),
+                meets_before=_meets_before(option, list(meets), first),
+                copies=_copies(option, first),
+                read=_nbytes(option, 0, by_name, first, second, rows),
+                made=_nbytes(option, 1, by_name, first, second, rows),
+                instead=tuple(known(other) for other in option.instead),
+            )
+
         graph_layers.append(
             Layer(
                 path=path,
@@ -102,18 +118,11 @@ def graph_of(
                 params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
                 meets=tuple(meets.values()),
                 interleaved=_interleaved(list(meets), first, second),
+                reasons=tuple(first.reasons.get(path, {}).items()),
                 signature=signature(layers[path], found, shapes),
                 **found,
                 splits=tuple(
-                    replace(
-                        option,
-                        dims=_batch_dims(option, first, second),
-                        joined=joined(option, path, program, layers, rows[0]),
-                        meets_before=_meets_before(option, list(meets), first),
-                        copies=_copies(option, first),
-                        read=_nbytes(option, 0, by_name, first, second, rows),
-                        made=_nbytes(option, 1, by_name, first, second, rows),
-                    )
+                    known(option)
                     for option in _in_order(options, first)
                     if option.rule != "row" or allows_rows(option, path, program, layers, rows[0])
                 ),
@@ -185,7 +194,7 @@ def _meets_before(option: SplitOption, meets: list[str], run: Run) -> int:
 
 def _copies(option: SplitOption, run: Run) -> int:
     """Rows that travel for each that comes in: stacked experts are told the choices of each."""
-    if option.rule != "stacked experts" or option.path not in run.shapes:
+    if not option.rule.startswith("stacked ") or option.path not in run.shapes:
         return option.copies
     choices = run.shapes[option.path][0][1]
     return int(choices[-1])

@@ -1,9 +1,8 @@
-"""Heads: whether attention keeps its heads apart, from its projections to its output.
+"""Heads: where the units of a value are, and what views, joins and attention make of them.
 
-Place in the flow: asked by `engine.match` about every module with the projections of attention.
-The Layer's trace is followed from the projections on, with the dim that tells heads apart; an
-operation not known to keep them apart ends it. The projections are then split by columns instead,
-which is always correct.
+Place in the flow: the ground under `engine.units`, which follows heads and columns through the
+trace of a Layer. Each handler gives the place of the units in what an operation makes; an operation
+not known to keep them apart ends the walk.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.engine.program import Op, Program, Ref, State, visit
+from whale.engine.program import Op, Program, Ref, State
 from whale.nn.forwards import has_hooks, has_own_call
 from whale.runtime.compat import is_torch_function
 
@@ -60,6 +59,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: tuple[tuple[int, ...], ...]
+    values: tuple[int | None, ...] = ()
+    """Which values of the trace it gave."""
+    reads: tuple[int | None, ...] = ()
+    """Which it got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +89,8 @@ Cuts = list[Cut | None] | None
 """Of what an operation makes (None: a whole value); None where it may mix units."""
 
 
-def attentions(program: Program, call: Call) -> list[Op]:
-    """The attention products of a module's run."""
-    return [op for op in program.ops[call.first : call.last] if name_of(op) == ATTENTION]
-
-
 def _argument(op: Op, position: int, name: str, default: Any = None) -> Any:
     return op.args[position] if len(op.args) > position else op.kwargs.get(name, default)
-
-
-def query_shape(program: Program, op: Op) -> tuple[int, ...]:
-    """The shape of what an attention product reads first."""
-    query = _argument(op, 0, "query")
-    return program.specs[query.index].shape if isinstance(query, Ref) else ()
 
 
 class Follower:
@@ -111,44 +103,8 @@ class Follower:
         self.cuts: dict[int, Cut] = {}
         self.dropouts: list[str] = []
         """Dropout modules that see columns of some units only."""
-        self.heads: list[tuple[int, ...]] = []
-        """Shapes of query, key and value."""
         self.mask_grads = 0
         """Masks that need a gradient."""
-
-    def keeps_apart(self, sizes: dict[str, int], out: str) -> bool:
-        """Whether units stay apart, from columns (`sizes` of a unit's, by module) to `out`."""
-        met: list[str] = []
-        prefix = f"{self.path}." if self.path else ""
-        below = [
-            m
-            for p, m in self.inside.modules.items()
-            if p != self.path and p[: len(prefix)] == prefix
-        ]
-        if any(map(has_hooks, below)):
-            return False
-        for op in self.program.ops:
-            read = [self.cuts[value] for value in op.inputs if value in self.cuts]
-            if op.layer in sizes and not read:
-                (made,) = op.outputs
-                self.cuts[made] = Cut(len(self.shape(made)) - 1, sizes[op.layer])
-                continue
-            if not read:
-                continue
-            if op.layer == out:
-                met.append(out)
-                if not self.is_last(op):
-                    return False
-                continue
-            if name_of(op) == ATTENTION:
-                met.append(ATTENTION)
-            found = self._through(op)
-            if found is None:
-                return False
-            self.cuts.update((v, c) for v, c in zip(op.outputs, found, strict=True) if c)
-        hung = {a.value for a in self.program.asked if a.hangs}
-        seen = hung.union(self.program.result)
-        return met == [ATTENTION, out] and not self.cuts.keys() & seen
 
     def shape(self, value: int) -> tuple[int, ...]:
         """Of a value of the trace."""
@@ -174,52 +130,6 @@ class Follower:
         cut = self.cuts.get(value.index)
         return None if cut is None else (cut, self.shape(value.index))
 
-    def _through(self, op: Op) -> Cuts:
-        if name_of(op) == ATTENTION:
-            return self._attention(op)
-        if op.layer is not None and type(self.inside.modules[op.layer]) is nn.Dropout:
-            # Its mask is cut along the last dim, and it must not be called on whole values as well.
-            calls = sum(1 for other in self.program.ops if other.layer == op.layer)
-            if not self.is_last(op) or calls != 1:
-                return None
-            self.dropouts.append(op.layer)
-        if op.layer is not None or name_of(op) in _MORE_ELEMENTWISE:
-            return self._elementwise(op) if self._is_elementwise(op) else None
-        handler = _HANDLERS.get(name_of(op))
-        return handler(self, op) if handler is not None else None
-
-    def _is_elementwise(self, op: Op) -> bool:
-        return op.layer is None or is_elementwise(op, self.inside.modules)
-
-    def _elementwise(self, op: Op) -> Cuts:
-        """Same place in all that is cut; the rest is alike for all units and needs no gradient."""
-        (made,) = op.outputs
-        dims = len(self.shape(made))
-        places = {
-            Cut(cut.dim + dims - len(self.shape(value)), cut.size)
-            for value in op.inputs
-            if (cut := self.cuts.get(value)) is not None
-        }
-        if len(places) != 1:
-            return None
-        (place,) = places
-        whole = [
-            (self.shape(value), self.program.specs[value].grad)
-            for value in op.inputs
-            if value not in self.cuts
-        ]
-        for name in op.state:
-            if name not in self.inside.state:
-                return None
-            tensor = self.inside.state[name]
-            whole.append((tuple(tensor.shape), tensor.requires_grad))
-        for shape, grad in whole:
-            at = place.dim - dims + len(shape)
-            # Its gradient would be that of the own units only.
-            if grad or (at >= 0 and shape[at] != 1):
-                return None
-        return [place]
-
     def _attention(self, op: Op) -> Cuts:
         query, *others = (_argument(op, i, n) for i, n in enumerate(("query", "key", "value")))
         mask = _argument(op, 3, "attn_mask")
@@ -228,9 +138,8 @@ class Follower:
             shape = self.shape(read.index) if isinstance(read, Ref) else ()
             if cut is None or len(shape) != 4 or cut.dim != 1 or cut.size * self.units != shape[1]:
                 return None
-            self.heads.append(shape)
         if isinstance(mask, Ref):
-            if mask.index in self.cuts or not self._made_whole(mask.index, self.heads[0][1]):
+            if mask.index in self.cuts:
                 return None
             self.mask_grads += self.program.specs[mask.index].grad
         elif isinstance(mask, State):
@@ -238,37 +147,6 @@ class Follower:
                 return None
             self.mask_grads += self.inside.state[mask.name].requires_grad
         return [self.cuts[query.index]]
-
-    def _made_whole(self, mask: int, heads: int) -> bool:
-        """Whether a mask is for all heads, or alike for all, even when the module has fewer.
-
-        One that the module makes itself may have as many as the module believes to have, with
-        values that depend on it (ALiBi's slopes).
-        """
-        if len(self.shape(mask)) < 3 or self.shape(mask)[-3] == 1:
-            return True
-        makers = {
-            value: op
-            for op in self.program.ops[self.call.first : self.call.last]
-            for value in op.outputs
-        }
-        waiting, seen = [mask], {mask}
-        while waiting:
-            op = makers.get(waiting.pop())
-            if op is None:
-                continue
-            numbers: list[int] = []
-            visit((op.args, op.kwargs), numbers.append, int)
-            made = [self.shape(value) for value in op.outputs]
-            grown = max(map(prod, made)) > max((prod(self.shape(v)) for v in op.inputs), default=0)
-            if op.layer is None and not op.state and not op.inputs:
-                if any(heads in shape for shape in made):
-                    return False
-            elif op.layer is None and grown and heads in numbers:
-                return False
-            waiting += [value for value in op.inputs if value not in seen]
-            seen.update(op.inputs)
-        return True
 
 
 _MORE_ELEMENTWISE = _ELEMENTWISE - {"to", "float", "type_as"} | frozenset(

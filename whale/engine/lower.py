@@ -219,6 +219,7 @@ def _install_splits(
                 params=dict(split.params),
                 rows=None if around else rows,
                 overlap=_used_once(captured, split),
+                marks=split.marks,
                 stays=split.joined == "loss",
             )
             install(split.rule, split.path, split.modules, shard, modules)
@@ -228,6 +229,7 @@ def _install_splits(
                     outer, RowsAround(outer.forward, shard.group, index, rows, split.dims)
                 )
             inside.update(dict.fromkeys(split.inside, shard))
+            inside.update((path, shard) for what, path in split.marks if what == "head dropout")
             if split.around:
                 inside[split.path] = shard
                 with_heads(modules[split.path], shard, names)

@@ -10,21 +10,23 @@ seen before is safe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from whale.engine.batched_experts import batched_options
 from whale.engine.expert_options import expert_options
-from whale.engine.heads import Call, Follower, Inside, attentions, is_elementwise, query_shape
+from whale.engine.heads import Call, Inside, is_elementwise
 from whale.engine.lone import is_returned, works_on_shards
 from whale.engine.program import Program, tensors_in, tree_map
+from whale.engine.reasons import whole_reasons
 from whale.engine.rules import user_rule
 from whale.engine.stacked_experts import is_stacked, stacked_options
 from whale.engine.trace import GlueTracer, is_cache
-from whale.engine.trial import runs_with_fewer
+from whale.engine.unit_options import is_clear, is_norm, unit_options
 from whale.errors import CaptureError
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
@@ -39,9 +41,14 @@ Names = dict[int, str]
 
 
 def split_options(
-    path: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names
+    path: str,
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Names,
+    reasons: dict[str, str],
 ) -> tuple[SplitOption, ...]:
-    """All the ways found to shard the modules of one Layer.
+    """All the ways found to shard the modules of one Layer; `reasons` says why others stay whole.
 
     No module appears twice, but for a lone Linear: by columns, and by rows right after.
     """
@@ -56,6 +63,9 @@ def split_options(
         for option in found:
             if not taken.intersection(option.modules):
                 taken.update(option.modules)
+                # Modules between an entry and the units are computed whole.
+                places = [where for what, where in option.marks if what in ("entry", "summed")]
+                taken.update(place.partition(":")[0] for place in places)
                 options.append(option)
 
     add(_user_options(modules, names))
@@ -65,9 +75,11 @@ def split_options(
     add(_multihead_options(modules, names))
     inside = _inside(path, layer, modules, args, kwargs, names)
     if inside is not None:
-        add(_attention_options(inside, names))
+        add(batched_options(inside, names))
+        add(unit_options(inside, names, reasons))
         add(_pair_options(modules, inside.program, names))
     add(_leaf_options(modules, names))
+    reasons.update(whole_reasons(modules, options, inside is not None))
     if inside is None:
         grad = any(t.requires_grad for t in tensors_in((args, kwargs)))
         # A Layer that is the Linear itself; the code of any other was not seen.
@@ -77,6 +89,13 @@ def split_options(
         ]
     else:
         options = [_lone(o, inside) if o.rule in ("column", "conv") else o for o in options]
+        leaves = list(_leaf_options(modules, names))
+        options = [
+            replace(o, instead=tuple(_lone(x, inside) for x in leaves if x.path in o.modules))
+            if o.rule == "attention"
+            else o
+            for o in options
+        ]
     found: list[SplitOption] = []
     for option in options:
         found.append(option)
@@ -158,7 +177,10 @@ def _inside(
     kwargs: dict[str, Any],
     names: Names,
 ) -> Inside | None:
-    """A trace of the Layer with its leaf modules opaque; None when its code reads values."""
+    """A trace of the Layer with its leaf modules opaque; None when its code reads values.
+
+    Norms and leaf modules of the user's own are looked into where that can be traced.
+    """
     # Experts are opaque too: where their tokens go is not for the trace to see.
     leaves = {
         p: m
@@ -167,6 +189,28 @@ def _inside(
     }
     if path in leaves:
         return None
+    opaque = {p for p, m in leaves.items() if not is_clear(m) or user_rule(m) is not None}
+    while True:
+        failed: list[str] = []
+        shown = _trace(layer, modules, opaque, args, kwargs, names, failed)
+        closed = set(failed[:1]) & leaves.keys() - opaque
+        closed = closed or {p for p in leaves if not is_norm(modules[p])} - opaque
+        closed = closed or leaves.keys() - opaque
+        if shown is not None or not closed:
+            return shown
+        opaque |= closed
+
+
+def _trace(
+    layer: nn.Module,
+    modules: dict[str, nn.Module],
+    leaves: set[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Names,
+    failed: list[str],
+) -> Inside | None:
+    """The trace with these modules opaque; `failed` gets those it failed in, innermost first."""
     # The Layer ran once already and left its keys and values in a cache: this time it gets none.
     args, kwargs = tree_map((args, kwargs), lambda leaf: None if is_cache(leaf) else leaf)
     inputs = tensors_in((args, kwargs))
@@ -176,11 +220,25 @@ def _inside(
 
     def outer(name: str, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = len(tracer.program.ops)
-        out = forward(*args, **kwargs)
+        reads = tuple(tracer.refs.get(id(t)) for t in tensors_in((args, kwargs)))
+        try:
+            out = forward(*args, **kwargs)
+        except CaptureError:
+            failed.append(name)
+            raise
         made = tuple(tuple(t.shape) for t in tensors_in(out))
+        values = tuple(tracer.refs.get(id(t)) for t in tensors_in(out))
         last = len(tracer.program.ops)
         calls.setdefault(name, []).append(
-            Call(first=first, last=last, args=args, kwargs=kwargs, made=made)
+            Call(
+                first=first,
+                last=last,
+                args=args,
+                kwargs=kwargs,
+                made=made,
+                values=values,
+                reads=reads,
+            )
         )
         return out
 
@@ -320,100 +378,8 @@ def _entered(program: Program, columns: frozenset[str]) -> int:
 
 
 def _is_tied(module: nn.Module, modules: dict[str, nn.Module]) -> bool:
-    weight = getattr(module, "weight", None)
-    return sum(1 for m in modules.values() if getattr(m, "weight", None) is weight) > 1
-
-
-_QUERY = ("q_proj", "q", "query", "self.query", "wq", "to_q", "q_lin")
-_KEY = ("k_proj", "k", "key", "self.key", "wk", "to_k", "k_lin")
-_VALUE = ("v_proj", "v", "value", "self.value", "wv", "to_v", "v_lin")
-_FUSED = ("c_attn", "qkv", "qkv_proj", "in_proj", "Wqkv", "query_key_value")
-_OUT = tuple("out_proj o_proj o out output.dense c_proj wo to_out proj out_lin dense".split())
-
-
-def _attention_options(inside: Inside, names: Names) -> list[SplitOption]:
-    """Attention by heads, where the trace shows the heads.
-
-    [B, heads, T, width] into the attention product, out of the module's own projections.
-    """
-    candidates: dict[str, tuple[list[str], str]] = {}
-    for path in inside.calls:
-        find = _finder(path, inside.modules)
-        out, fused = find(_OUT), find(_FUSED)
-        found = [fused or find(_QUERY)] + [find(n) for n in (_KEY, _VALUE) if fused is None]
-        columns = [column for column in found if column is not None]
-        if out is None or len(columns) != len(found):
-            continue
-        calls = {sum(1 for op in inside.program.ops if op.layer == m) for m in (*columns, out)}
-        if calls == {1} and len(inside.calls[path]) == 1:
-            candidates[path] = (columns, out)
-    multihead = [p for p, m in inside.modules.items() if isinstance(m, nn.MultiheadAttention)]
-    options = []
-    for path, (columns, out) in candidates.items():
-        # Head counts are cut in all modules below: another attention there has its own.
-        below = [p for p in (*candidates, *multihead) if p.startswith(f"{path}." if path else "")]
-        if set(below) <= {path}:
-            options += _by_heads(path, columns, out, inside, names)[:1]
-    return options
-
-
-def _finder(path: str, modules: dict[str, nn.Module]) -> Callable[[tuple[str, ...]], str | None]:
-    def find(candidates: tuple[str, ...]) -> str | None:
-        for name in candidates:
-            full = f"{path}.{name}" if path else name
-            if full in modules and is_linear(modules[full]):
-                return full
-        return None
-
-    return find
-
-
-def _by_heads(
-    path: str, columns: list[str], out: str, inside: Inside, names: Names
-) -> list[SplitOption]:
-    """The ways to cut one attention by heads that its code allows."""
-    modules, program = inside.modules, inside.program
-    width = features(modules[out])[1]
-    products = attentions(program, inside.calls[path][0])
-    shape = query_shape(program, products[0]) if len(products) == 1 else ()
-    if len(shape) != 4 or shape[1] * shape[-1] != width:
-        return []
-    heads, head_width = shape[1], shape[-1]
-    total = sum(features(modules[c])[0] for c in columns)
-    # Repeated key-value heads show as `heads`; their true number follows from the widths.
-    kv_heads = (total - width) // (2 * head_width)
-    if kv_heads < 1 or total != width + 2 * kv_heads * head_width or heads % kv_heads:
-        return []
-    if len(columns) > 1:
-        ways: list[list[tuple[int, ...]]] = [[(width,), *[(kv_heads * head_width,)] * 2]]
-    elif kv_heads == heads:
-        # All queries, keys and values one after the other, or head by head.
-        ways = [[(width, width, width)], [(3 * width,)]]
-    else:
-        return []
-    options = []
-    for sections in ways:
-        follower = Follower(inside, path, kv_heads)
-        sizes = {c: s[0] // kv_heads for c, s in zip(columns, sections, strict=True)}
-        if not follower.keeps_apart(sizes, out):
-            continue
-        params: list[tuple[str, DimSharding]] = []
-        for column, section in zip(columns, sections, strict=True):
-            params += _column_params(modules[column], kv_heads, section, names)
-        params += _row_params(modules[out], kv_heads, names)
-        option = SplitOption(
-            rule="attention",
-            path=path,
-            modules=(*columns, out),
-            units=kv_heads,
-            unit="heads" if kv_heads == heads else "kv groups",
-            params=tuple(params),
-            inside=tuple(follower.dropouts),
-            entered=_entered(program, frozenset(columns)) + follower.mask_grads,
-        )
-        if kv_heads > 1 and runs_with_fewer(option, inside, follower.heads):
-            options.append(option)
-    return options
+    weight = module._parameters["weight"]
+    return sum(1 for m in modules.values() if m._parameters.get("weight") is weight) > 1
 
 
 def _multihead_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:

@@ -81,6 +81,8 @@ def install_randomness(
         if is_dropout(module):
             dropout = KeyedDropout(module, path, draws)
             dropout.shard = shards.get(path)
+            if dropout.shard is not None and ("head dropout", path) in dropout.shard.marks:
+                dropout.dim = 1
             replace_forward(module, dropout)
             keyed.add(path)
         elif isinstance(module, nn.MultiheadAttention):
@@ -144,9 +146,10 @@ def with_heads(module: nn.Module, shard: Shard, names: CallNames) -> None:
 
     def enter(*_: Any) -> None:
         names.heads = (shard.low, shard.num_units, shard.cuts[-1])
+        names.drops_heads = ("head dropout", "()") in shard.marks
 
     def leave(*_: Any) -> None:
-        names.heads = None
+        names.heads, names.drops_heads = None, False
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)

@@ -25,6 +25,7 @@ from whale.engine.trace import HARMLESS, user_line
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
 from whale.nn.moe import layer as experts
+from whale.nn.sharded import is_linear
 from whale.runtime.compat import watch_functions
 
 # The files whose code the rules were written for.
@@ -36,9 +37,9 @@ _KNOWN_FILES = frozenset(
     ]
 )
 _KNOWN_MODULES = frozenset(["transformers.pytorch_utils"])
-_WITHOUT_TRACE = ("user", "stacked experts")
-"""Rules whose module may read its own parameters as it likes: a user's own, and one that ran on
-fakes in another form."""
+_WITHOUT_TRACE = ("user", "stacked experts", "batched experts")
+"""Rules whose module may read its own parameters as it likes: a user's own, one that ran on fakes
+in another form, and one whose reads were followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,8 @@ class Readers(TorchFunctionMode):
             if isinstance(owner, nn.Module) and id(owner) in self.paths:
                 file = frame.f_code.co_filename
                 known = file in _KNOWN_FILES or frame.f_globals.get("__name__") in _KNOWN_MODULES
+                # A Linear that writes itself out reads what torch's would.
+                known = known or (is_linear(owner) and frame.f_code.co_name == "forward")
                 return Read(self.paths[id(owner)], known, function, "" if known else user_line())
             frame = frame.f_back  # type: ignore[assignment]
         return Read(None, False, function, user_line())
@@ -157,6 +160,8 @@ class Offers:
         options: tuple[SplitOption, ...],
         read: Read,
     ) -> bool:
+        if read.module == option.path and ("cut", param[0]) in option.marks:
+            return True
         if read.module in option.modules:
             return read.known or option.rule in _WITHOUT_TRACE
         layer = layer_of(read.module, self.layers)

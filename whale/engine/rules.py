@@ -13,22 +13,21 @@ from typing import Any
 
 from torch import nn
 
+from whale.engine.unit_marks import install_marks, install_units
 from whale.errors import WhaleError
 from whale.ir.sharding import DimSharding
-from whale.nn.attention import MultiheadForward, OwnHeads
+from whale.nn.attention import MultiheadForward
 from whale.nn.column_shard import plain
 from whale.nn.forwards import replace_forward
+from whale.nn.moe.batched import BatchedForward
 from whale.nn.moe.layer import MoE
 from whale.nn.moe.parallel import ExpertForward
 from whale.nn.moe.stacked import StackedForward
 from whale.nn.shard import Shard
 from whale.nn.sharded import (
-    Column,
     ColumnConv,
     LoneColumn,
     LoneRow,
-    Row,
-    SharedInput,
     VocabEmbedding,
 )
 
@@ -86,37 +85,23 @@ def install(
     _INSTALL[rule](path, [modules[p] for p in paths], shard, modules)
 
 
-def _install_columns_and_row(
+def _install_pair(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
-    shared = SharedInput(shard)
-    *columns, row = parts
-    for column in columns:
-        replace_forward(column, Column(column, shared))
-    replace_forward(row, Row(row, shard, shared))
-
-
-# Attributes that count heads or their joint width, by the names models give them.
-_HEAD_COUNTS = (
-    "num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads",
-    "num_kv_heads", "num_key_value_heads", "n_kv_heads",
-)  # fmt: skip
-_HEAD_WIDTHS = ("split_size", "all_head_size", "inner_dim")
+    install_units(_by_path(parts, modules), shard)
 
 
 def _install_attention(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
-    _install_columns_and_row(path, parts, shard, modules)
-    prefix = f"{path}." if path else ""
-    for name, module in modules.items():
-        if name != path and not name.startswith(prefix):
-            continue
-        for attribute in (*_HEAD_COUNTS, *_HEAD_WIDTHS):
-            value = module.__dict__.get(attribute)
-            if type(value) is int and value % shard.cuts[-1] == 0:
-                setattr(module, attribute, shard.local(value))
-    replace_forward(modules[path], OwnHeads(modules[path].forward, shard))
+    install_units(_by_path(parts, modules), shard)
+    install_marks(path, shard, modules)
+
+
+def _by_path(parts: list[nn.Module], modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The parts, in their order, by path."""
+    paths = {id(module): path for path, module in modules.items()}
+    return {paths[id(part)]: part for part in parts}
 
 
 def _install_multihead(
@@ -175,6 +160,18 @@ def _install_stacked(
     replace_forward(parts[0], StackedForward(parts[0], shard))
 
 
+def _install_stacked_columns(
+    path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
+) -> None:
+    replace_forward(parts[0], StackedForward(parts[0], shard, by_columns=True))
+
+
+def _install_batched(
+    path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
+) -> None:
+    replace_forward(parts[0], BatchedForward(parts[0], shard))
+
+
 def _install_user(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
@@ -191,7 +188,7 @@ def _install_user(
 
 
 _INSTALL: dict[str, Callable[[str, list[nn.Module], Shard, dict[str, nn.Module]], None]] = {
-    "pair": _install_columns_and_row,
+    "pair": _install_pair,
     "attention": _install_attention,
     "multihead": _install_multihead,
     "column": _install_column,
@@ -201,5 +198,7 @@ _INSTALL: dict[str, Callable[[str, list[nn.Module], Shard, dict[str, nn.Module]]
     "experts": _install_experts,
     "expert columns": _install_expert_columns,
     "stacked experts": _install_stacked,
+    "stacked columns": _install_stacked_columns,
+    "batched experts": _install_batched,
     "user": _install_user,
 }

@@ -20,35 +20,31 @@ from whale.ir.sharding import DimSharding
 from whale.nn.forwards import has_own_call, replace_forward
 from whale.nn.moe.experts import moe_ffn
 from whale.nn.moe.layer import MoE
-from whale.nn.moe.stacked import matrices
+from whale.nn.moe.stacked import matrices, plain_activation
 
-_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+_CHOICES = frozenset(("top_k_index", "router_indices", "top_k_indices", "expert_indices"))
+_WEIGHTS = frozenset(("top_k_weights", "routing_weights", "expert_weights"))
 
 
 def is_stacked(module: nn.Module) -> bool:
     """Whether this is a module of stacked experts without a router.
 
-    Its parameters are its own and have an expert per row, two are stacks of matrices that fit, and
-    it is called with tokens, the experts of each and their weights.
+    Each of its parameters has as many rows for every expert, the first and the last are stacks of
+    matrices that fit, and it is called with tokens, the experts of each and their weights.
     """
-    own = list(module.parameters(recurse=False))
-    stacks = [p for p in own if p.dim() == 3]
     count = getattr(module, "num_experts", None)
-    if isinstance(module, MoE) or len(stacks) != 2 or type(count) is not int or count < 2:
+    if isinstance(module, MoE) or type(count) is not int or count < 2:
         return False
-    if len(own) != len(list(module.parameters())) or any(p.shape[0] != count for p in own):
+    held = list(module.parameters())
+    if not held or any(p.dim() == 0 or p.shape[0] % count for p in held):
         return False
     # What it holds for each expert beside its weights would not be cut.
     if has_own_call(module) or any(b.shape[:1] == (count,) for b in module.buffers()):
         return False
     names = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    if names != _ARGUMENTS:
+    if len(names) != 3 or names[1] not in _CHOICES or names[2] not in _WEIGHTS:
         return False
-    w_in, w_out = matrices(module)
-    return w_in.shape[1] == w_out.shape[2] and w_in.shape[2] in (
-        w_out.shape[1],
-        2 * w_out.shape[1],
-    )
+    return matrices(module) is not None
 
 
 def give_shapes(model: nn.Module) -> None:
@@ -66,11 +62,15 @@ class _Shapes:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The replaced forward."""
-        w_in, w_out = matrices(self.module)
+        found = matrices(self.module)
+        assert found is not None
+        w_in, w_out = found
         gated = w_in.shape[2] != w_out.shape[1]
-        return moe_ffn(
-            hidden_states, top_k_index, top_k_weights, w_in, w_out, activation="silu", gated=gated
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        made = moe_ffn(
+            rows, top_k_index, top_k_weights, w_in, w_out, activation="silu", gated=gated
         )
+        return made.view(hidden_states.shape)
 
 
 def stacked_options(
@@ -84,14 +84,43 @@ def stacked_options(
     for index, (path, module) in enumerate(modules.items()):
         if is_stacked(module):
             count = int(module.num_experts)  # type: ignore[arg-type]
-            cut = DimSharding(dim=0, sections=(count,), units=count)
+            cuts = tuple(
+                (names[id(p)], DimSharding(dim=0, sections=(p.shape[0],), units=count))
+                for p in module.parameters()
+            )
             yield SplitOption(
                 rule="stacked experts",
                 path=path,
-                modules=(path,),
+                modules=tuple(f"{path}.{n}" if n else path for n, _ in module.named_modules()),
                 units=count,
                 unit="experts",
-                params=tuple((names[id(p)], cut) for p in module.parameters()),
+                params=cuts,
                 # What comes before it in its Layer has parameters, so its input has a gradient.
                 entered=int(grad or index > 0),
+                instead=tuple(_by_columns(path, module, names, int(grad or index > 0))),
             )
+
+
+def _by_columns(
+    path: str, module: nn.Module, names: Mapping[int, str], entered: int
+) -> Iterable[SplitOption]:
+    """Every expert by its hidden columns, for more members than experts; plain gated ones only."""
+    found = matrices(module)
+    own = list(module.parameters())
+    if found is None or plain_activation(module) is None or len(own) != 2:
+        return
+    hidden = found[1].shape[1]
+    transposed = found[0].stride() != own[0].stride()
+    into, out_of = (1, 2) if transposed else (2, 1)
+    yield SplitOption(
+        rule="stacked columns",
+        path=path,
+        modules=tuple(f"{path}.{n}" if n else path for n, _ in module.named_modules()),
+        units=hidden,
+        unit="columns",
+        params=(
+            (names[id(own[0])], DimSharding(dim=into, sections=(hidden,) * 2, units=hidden)),
+            (names[id(own[1])], DimSharding(dim=out_of, sections=(hidden,), units=hidden)),
+        ),
+        entered=entered,
+    )

@@ -47,6 +47,8 @@ _INSIDE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "experts": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
     "expert columns": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
     "stacked experts": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
+    "stacked columns": (("all_reduce output",), ("all_reduce* input", "all_reduce row")),
+    "batched experts": (("all_gather output",), ("all_reduce* input",)),
     "conv": (("all_gather output",), ("all_reduce* input",)),
     "column": (("all_gather output",), ("all_reduce* input",)),
     "row": (("all_reduce output",), ("all_gather* input",)),
@@ -82,6 +84,10 @@ _BRIDGED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "embedding": (("all_gather input", "reduce_scatter output"), ("all_gather output",)),
     # Who has how many rows for whom; then they travel: see `_journeys`.
     "stacked experts": (("all_gather row",), ()),
+    "stacked columns": (
+        ("all_gather row", "all_gather input", "all_gather row", "reduce_scatter output"),
+        ("all_gather output", "reduce_scatter* input", "reduce_scatter row"),
+    ),
     "conv": (
         ("all_gather input", "all_to_all output"),
         ("all_to_all output", "reduce_scatter* input"),

@@ -86,6 +86,10 @@ class SplitOption:
     """Bytes of the input of a module split alone; 0: not known, those of its Layer are taken."""
     made: Linear = Linear()
     """Bytes of its output."""
+    marks: tuple[tuple[str, str], ...] = ()
+    """What else the rule does, as (what, where); the table is in `engine.unit_marks`."""
+    instead: tuple[SplitOption, ...] = ()
+    """What is taken where there are more devices than units: fewer heads than devices, say."""
 
 
 DROPOUT_BYTES = 31.0
@@ -145,6 +149,8 @@ class Layer:
     """Bytes of the largest tensor made in it."""
     signature: str = ""
     """Layers of one signature take the same time: class, shapes and dtypes."""
+    reasons: tuple[tuple[str, str], ...] = ()
+    """(module, why) of those that no rule covers, and of attention not split by heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,26 +337,53 @@ def _layer_dict(layer: Layer) -> dict[str, Any]:
         "largest": [layer.largest.fixed, layer.largest.per_row],
         "signature": layer.signature,
         "whole": list(layer.whole),
-        "splits": [
-            {
-                "rule": o.rule,
-                "path": o.path,
-                "modules": list(o.modules),
-                "units": o.units,
-                "unit": o.unit,
-                "dims": [list(side) for side in o.dims],
-                "inside": list(o.inside),
-                "entered": o.entered,
-                "joined": o.joined,
-                "meets_before": o.meets_before,
-                "copies": o.copies,
-                "read": [o.read.fixed, o.read.per_row],
-                "made": [o.made.fixed, o.made.per_row],
-                "params": {name: sharding.to_dict() for name, sharding in o.params},
-            }
-            for o in layer.splits
-        ],
+        "reasons": [list(pair) for pair in layer.reasons],
+        "splits": [_option_dict(o) for o in layer.splits],
     }
+
+
+def _option_dict(o: SplitOption) -> dict[str, Any]:
+    return {
+        "rule": o.rule,
+        "path": o.path,
+        "modules": list(o.modules),
+        "units": o.units,
+        "unit": o.unit,
+        "dims": [list(side) for side in o.dims],
+        "inside": list(o.inside),
+        "entered": o.entered,
+        "joined": o.joined,
+        "meets_before": o.meets_before,
+        "copies": o.copies,
+        "read": [o.read.fixed, o.read.per_row],
+        "made": [o.made.fixed, o.made.per_row],
+        "marks": [list(mark) for mark in o.marks],
+        "instead": [_option_dict(other) for other in o.instead],
+        "params": {name: sharding.to_dict() for name, sharding in o.params},
+    }
+
+
+def _option_from(o: dict[str, Any]) -> SplitOption:
+    return SplitOption(
+        rule=o["rule"],
+        path=o["path"],
+        modules=tuple(o["modules"]),
+        units=o["units"],
+        unit=o["unit"],
+        dims=(tuple(o["dims"][0]), tuple(o["dims"][1])),
+        inside=tuple(o["inside"]),
+        entered=o["entered"],
+        joined=o["joined"],
+        meets_before=o["meets_before"],
+        copies=o["copies"],
+        read=_linear(o["read"]),
+        made=_linear(o["made"]),
+        marks=tuple((what, where) for what, where in o.get("marks", ())),
+        instead=tuple(_option_from(other) for other in o.get("instead", ())),
+        params=tuple(
+            (name, DimSharding.from_dict(sharding)) for name, sharding in o["params"].items()
+        ),
+    )
 
 
 def _layer_from(data: dict[str, Any]) -> Layer:
@@ -371,28 +404,8 @@ def _layer_from(data: dict[str, Any]) -> Layer:
         largest=_linear(data["largest"]),
         signature=data["signature"],
         whole=tuple(data.get("whole", ())),
-        splits=tuple(
-            SplitOption(
-                rule=o["rule"],
-                path=o["path"],
-                modules=tuple(o["modules"]),
-                units=o["units"],
-                unit=o["unit"],
-                dims=(tuple(o["dims"][0]), tuple(o["dims"][1])),
-                inside=tuple(o["inside"]),
-                entered=o["entered"],
-                joined=o["joined"],
-                meets_before=o["meets_before"],
-                copies=o["copies"],
-                read=_linear(o["read"]),
-                made=_linear(o["made"]),
-                params=tuple(
-                    (name, DimSharding.from_dict(sharding))
-                    for name, sharding in o["params"].items()
-                ),
-            )
-            for o in data["splits"]
-        ),
+        reasons=tuple((path, why) for path, why in data.get("reasons", ())),
+        splits=tuple(_option_from(o) for o in data["splits"]),
     )
 
 

@@ -30,6 +30,8 @@ PREDICTED = (
     "joules_per_step",
     "lower_bound_seconds",
 )
+LOW_SHARE = 0.5
+"""A split TaskGraph of which less is truly split is warned about."""
 TRAVELLING = frozenset({"experts", "stacked experts"})
 """Rules by which rows travel to the rank that has their expert, where replicas have their own."""
 AROUND = ("attention", "multihead")
@@ -62,6 +64,8 @@ class SplitLayer:
     """Members in each node, where rows travel on two levels; 0: on one."""
     chunks: int = 1
     """Parts in which rows travel."""
+    marks: tuple[tuple[str, str], ...] = ()
+    """What else the rule does, as in the SplitOption."""
 
     def units(self, replica: int, shard: int) -> tuple[int, int]:
         """The units [low, high) of one shard."""
@@ -96,7 +100,29 @@ class TaskGraphPlan:
     """
     split_share: float = 0.0
     """Share of its parameters that is truly split."""
+    reasons: tuple[tuple[str, str], ...] = ()
+    """(module, why) of those that stay whole, and of attention not split by heads."""
     flops_share: float = 0.0
+
+    @property
+    def is_low(self) -> bool:
+        """Whether much less of it is split than its annotation says."""
+        return bool(self.splits) and self.split_share < LOW_SHARE
+
+    def why_whole(self, most: int = 6) -> list[str]:
+        """Lines that say what stays whole and why, modules of one reason together."""
+        by_reason: dict[str, list[str]] = {}
+        for path, why in self.reasons:
+            by_reason.setdefault(why, []).append(path)
+        lines = []
+        if self.is_low:
+            lines.append(f"LOW: less than {LOW_SHARE:.0%} is split")
+        for why, paths in sorted(by_reason.items(), key=lambda item: -len(item[1]))[:most]:
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            lines.append(f"{why}: {paths[0] or 'the Layer itself'}{more}")
+        if len(by_reason) > most:
+            lines.append(f"{len(by_reason) - most} more reasons in the plan's JSON")
+        return lines
 
     def shard_share(self, replica: int, shard: int, sizes: Mapping[str, int]) -> float:
         """A shard's part of its replica's FLOPs; `sizes` are those of the parameters.
@@ -240,6 +266,7 @@ class Plan:
                 if t.kind == "split":
                     text += f"; {t.split_share:.0%} of its parameters split"
                 lines.append(text)
+                lines += [f"      {line}" for line in t.why_whole()]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,6 +294,7 @@ class Plan:
                     "flops_share": t.flops_share,
                     "layers": list(t.layers),
                     "whole": list(t.whole),
+                    "reasons": [list(pair) for pair in t.reasons],
                     "replicas": t.virtual_device.to_dict(),
                     "splits": [
                         {
@@ -283,6 +311,7 @@ class Plan:
                             "copies": s.copies,
                             "per_node": s.per_node,
                             "chunks": s.chunks,
+                            "marks": [list(mark) for mark in s.marks],
                             "params": {name: d.to_dict() for name, d in s.params},
                         }
                         for s in t.splits
@@ -464,11 +493,13 @@ def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:
                 copies=s["copies"],
                 per_node=s["per_node"],
                 chunks=s["chunks"],
+                marks=tuple((what, where) for what, where in s.get("marks", ())),
                 params=tuple((name, DimSharding.from_dict(d)) for name, d in s["params"].items()),
             )
             for s in data["splits"]
         ),
         whole=tuple(data["whole"]),
+        reasons=tuple((path, why) for path, why in data.get("reasons", ())),
         split_share=data["split_share"],
         flops_share=data["flops_share"],
     )

@@ -3,8 +3,8 @@
 The plain product for masked probabilities, and nn.MultiheadAttention.
 
 Place in the flow: `attend` stands in for `scaled_dot_product_attention` when it has dropout (torch
-draws that mask inside its kernel, by layout); `OwnHeads` gives that function the mask of this
-rank's heads in a module split by heads; `MultiheadForward` is nn.MultiheadAttention's forward in
+draws that mask inside its kernel, by layout); `own_mask` is the mask of this rank's heads in a
+module split by heads (`nn.own_heads`); `MultiheadForward` is nn.MultiheadAttention's forward in
 torch operations, which also lets it be split by heads.
 """
 
@@ -22,7 +22,6 @@ from whale.errors import WhaleError
 from whale.nn.column_shard import plain
 from whale.nn.forwards import runs
 from whale.nn.shard import Shard
-from whale.runtime.recompute import RerunMode
 
 Drop = Callable[[torch.Tensor, float], torch.Tensor]
 
@@ -71,47 +70,6 @@ def own_mask(mask: torch.Tensor, shard: Shard, heads: int) -> torch.Tensor:
             hint="make the mask outside of the attention module, or without a head dim",
         )
     return entered.narrow(-3, shard.low * (heads // shard.cuts[-1]), shard.local(heads))
-
-
-class _Masks(RerunMode):
-    """Cuts the mask of `scaled_dot_product_attention`; every other function runs as it is."""
-
-    def __init__(self, shard: Shard) -> None:
-        super().__init__()
-        self.shard = shard
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if attn_mask is not None:
-            whole = query.shape[-3] // self.shard.num_units * self.shard.cuts[-1]
-            attn_mask = own_mask(plain(attn_mask), self.shard, whole)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
-
-
-class OwnHeads:
-    """The forward of a module that computes attention on this rank's heads."""
-
-    def __init__(self, forward: Callable[..., Any], shard: Shard) -> None:
-        self.forward, self.masks = forward, _Masks(shard)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The replaced forward."""
-        with self.masks:
-            return self.forward(*args, **kwargs)
 
 
 class MultiheadForward:

@@ -28,6 +28,8 @@ class KeyedDropout:
         self.module, self.path, self.draws = module, path, draws
         self.shard: Shard | None = None
         """Of the split it is inside of: it sees a part of the columns, and maybe more rows."""
+        self.dim = -1
+        """The dim of which it sees a part: the columns', or that of attention's heads."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The replaced forward."""
@@ -43,7 +45,7 @@ class KeyedDropout:
         if self.shard is None:
             key, dim = self.draws.where(name, x.shape)
             return drop(x, p, key, context, dim, None)
-        sharded = (x.dim() - 1, *self.shard.span(x.shape[-1]))
+        sharded = (self.dim % x.dim(), *self.shard.span(x.shape[self.dim]))
         with self.shard.all_rows():
             key, dim = self.draws.where(name, x.shape)
             return drop(x, p, key, context, dim, sharded)

@@ -68,6 +68,8 @@ class CallNames:
         self.counts: dict[str, int] = {}
         self.heads: tuple[int, int, int] | None = None
         """(first, own, all) units of the attention now running, when it is split."""
+        self.drops_heads = False
+        """Whether functional dropout in it sees some heads, in dim 1 of four."""
         self.closed = ""
         """Why nothing may be drawn in the code now running; empty: it may."""
         self.settled: dict[str, torch.Tensor] = {}
@@ -77,7 +79,7 @@ class CallNames:
         """A forward begins."""
         self.stack.clear()
         self.counts.clear()
-        self.heads, self.closed = None, ""
+        self.heads, self.drops_heads, self.closed = None, False, ""
 
     def next(self, path: str | None = None) -> Name:
         """The name of the draw being made now, by the module at `path` if given."""
@@ -120,6 +122,7 @@ class CallNames:
             list(self.stack),
             dict(self.counts),
             self.heads,
+            self.drops_heads,
             self.closed,
         )
 
@@ -144,7 +147,7 @@ class CallNames:
                 )
 
     def _go(self, position: Any) -> None:
-        values, stack, counts, self.heads, self.closed = position
+        values, stack, counts, self.heads, self.drops_heads, self.closed = position
         for field, value in zip(dataclasses.fields(self.context), values, strict=True):
             setattr(self.context, field.name, value)
         self.stack, self.counts = list(stack), dict(counts)
@@ -276,6 +279,8 @@ class KeyedRandom(recompute.RerunMode):
             return self.dropped(apart, p).reshape(x.shape)
         if not x.dim():
             return self.dropped(x.unsqueeze(0), p).squeeze(0)
+        if self.names.drops_heads and x.dim() == 4:
+            return self.attention_dropped(x, p)
         key, dim = self.draws.where(self.names.next(), x.shape)
         return drop(x, p, key, self.names.context, dim, None)
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from whale.nn.column_shard import ColumnShard, plain
 from whale.nn.deferred import QUEUE, WeightQueue, deferred, queue_of
 from whale.nn.forwards import has_own_call, replace_forward, runs
+from whale.nn.linear_kinds import is_linear_kind
 from whale.nn.shard import Shard, rows_by_member
 from whale.runtime import collectives
 from whale.runtime.compat import assert_later
@@ -30,9 +31,9 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """What runs the code of nn.Linear or Conv1D, and holds its weight itself."""
-    conv1d = is_conv1d(module) and not has_own_call(module)
-    return (conv1d or runs(module, nn.Linear)) and holds(module, "weight", "bias")
+    """What runs the code of nn.Linear or Conv1D, or writes it out, and holds its weight itself."""
+    known = is_conv1d(module) or is_linear_kind(type(module))
+    return known and not has_own_call(module) and holds(module, "weight", "bias")
 
 
 def holds(module: nn.Module, *names: str) -> bool:

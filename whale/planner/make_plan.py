@@ -24,6 +24,7 @@ from whale.ir.schedule import Action, Schedule
 from whale.planner.candidate import Candidate
 from whale.planner.candidates import automatic, orders
 from whale.planner.placement import Placement, feeding, place, stages_of
+from whale.planner.reasons import reasons_of
 from whale.planner.replicas import smaller_micro_batches
 from whale.planner.schedules import canonical_kind, rank_actions
 from whale.planner.shares import Shares
@@ -347,15 +348,17 @@ def _taskgraph_plan(
     covered = {path for split in splits for path in split.modules}
     outside = [n.rpartition(".")[0] for n in names if n not in cut]
     whole = dict.fromkeys(module for module in outside if module not in covered)
+    device = placement.taskgraph_devices[taskgraph.index]
     return TaskGraphPlan(
         index=taskgraph.index,
         name=taskgraph.name,
         kind=taskgraph.kind,
         stage=stage,
         layers=tuple(layer.path for layer in layers),
-        virtual_device=placement.taskgraph_devices[taskgraph.index],
+        virtual_device=device,
         splits=splits,
         whole=tuple(whole) if splits else (),
+        reasons=reasons_of(layers, whole, device) if splits else (),
         split_share=shared / total if total else 0.0,
         flops_share=sum(layer.flops_per_row for layer in layers) / flops,
     )

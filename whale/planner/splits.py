@@ -68,7 +68,12 @@ def choose_splits(
         return ()
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
     rejected += [line for index in taskgraph.layers for line in graph.layers[index].whole]
+    options = [way for o in options for way in ((o,) if o.units >= width else o.instead)]
     options = [o for o in options if o.units >= width and (has_rows(o) or not bridged)]
+    if bridged:
+        # What else is in a module around which rows are gathered sees those of all replicas.
+        around = [f"{o.path}." if o.path else "" for o in options if o.rule in AROUND]
+        options = [o for o in options if o.rule in AROUND or not o.path.startswith(tuple(around))]
     # The other users of a tied weight (an embedding, most often) cut what are columns here.
     tied = {p.name for p in graph.parameters if p.aliases}
     options = [o for o in options if o.rule != "row" or o.params[0][0] not in tied]
@@ -96,6 +101,8 @@ def has_rows(option: SplitOption) -> bool:
     Attention with a second input that has rows (a mask) is left whole: models drop a mask that
     hides nothing, each rank by its own rows, and the ranks would no longer gather the same tensors.
     """
+    if option.rule == "batched experts":
+        return False  # its rows are sorted by expert, not by replica
     dims = set(option.dims[0]) | set(option.dims[1])
     inputs = option.dims[0].count(0)
     return dims <= {0, None} and (inputs == 1 if option.rule in AROUND else inputs > 0)
@@ -118,7 +125,8 @@ def read_whole(
                 continue
             same = [
                 o
-                for o in layer.splits
+                for split in layer.splits
+                for o in (split, *split.instead)
                 if any(n == name and s == sharding for n, s in o.params) and o in options
             ]
             if not same:
@@ -154,6 +162,7 @@ def _cut(
         copies=option.copies,
         per_node=per_node,
         chunks=chunks,
+        marks=option.marks,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 from whale.config import Config
 from whale.errors import CaptureError, PlanError, WhaleError
 from whale.ir.cluster import Cluster, Device, Node
-from whale.ir.model_graph import ModelGraph
+from whale.ir.model_graph import ModelGraph, SplitOption
 from whale.ir.plan import Plan
 from whale.ir.strategy import Tag
 from whale.ir.virtual_device import VirtualDevice
@@ -74,10 +74,15 @@ def fold(
 def _with_rules_of(plan: Plan, graph: ModelGraph) -> ModelGraph:
     """The graph with the rules that the plan chose: on fewer devices another might be cheaper."""
     chosen = {s.path: s.rule for t in plan.taskgraphs for s in t.splits}
+
+    def taken(option: SplitOption) -> tuple[SplitOption, ...]:
+        # With more devices than units, others were taken in its place.
+        if any(chosen.get(o.path) == o.rule for o in option.instead):
+            return option.instead
+        return (option,) if chosen.get(option.path, option.rule) == option.rule else ()
+
     layers = (
-        replace(
-            layer, splits=tuple(o for o in layer.splits if chosen.get(o.path, o.rule) == o.rule)
-        )
+        replace(layer, splits=tuple(way for o in layer.splits for way in taken(o)))
         for layer in graph.layers
     )
     return replace(graph, layers=tuple(layers))

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whale.errors import WhaleError
 from whale.nn.column_shard import plain
 from whale.nn.moe import permute
 from whale.nn.moe.exchange import Exchange
@@ -37,12 +38,30 @@ _ACTIVATIONS = {
 }  # fmt: skip
 
 
-def matrices(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """(w_in [E, d, f or 2 f], w_out [E, f, d]): views of its two stacked parameters."""
-    first, second = (p for p in module.parameters(recurse=False) if p.dim() == 3)
-    if getattr(module, "is_transposed", False):
-        return first, second
-    return first.transpose(1, 2), second.transpose(1, 2)
+def matrices(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """(w_in [E, d, f or 2 f], w_out [E, f, d]): views of its first and last stacked parameters.
+
+    None where they do not fit. Stacks may be stored transposed, or with experts and their rows in
+    one dim.
+    """
+    stacks = [p for p in module.parameters() if p.dim() == 3]
+    if not stacks:
+        count = int(module.num_experts)  # type: ignore[arg-type]
+        flat = [p for p in module.parameters() if p.dim() == 2 and p.shape[0] > count]
+        stacks = [p.view(count, -1, p.shape[1]) for p in flat]  # type: ignore[misc]
+    if len(stacks) not in (2, 3):
+        return None
+    first, last = stacks[0], stacks[-1]
+    stored = [(first, last), (first.transpose(1, 2), last.transpose(1, 2))]
+    if not getattr(module, "is_transposed", False):
+        stored.reverse()
+    # Three: gate, up and down apart, of which transformers stores the last as it is.
+    stored.append((first.transpose(1, 2), last))
+    for w_in, w_out in stored:
+        fits = w_in.shape[1] == w_out.shape[2]
+        if fits and w_in.shape[2] in (w_out.shape[1], 2 * w_out.shape[1]):
+            return w_in, w_out
+    return None
 
 
 def plain_activation(module: nn.Module) -> str | None:
@@ -70,17 +89,36 @@ class StackedForward:
         shard: The group, and which experts are whose.
     """
 
-    def __init__(self, module: nn.Module, shard: Shard) -> None:
-        self.module, self.shard = module, shard
+    def __init__(self, module: nn.Module, shard: Shard, *, by_columns: bool = False) -> None:
+        self.module, self.shard, self.by_columns = module, shard, by_columns
         self.exchange = Exchange(shard)
         self.activation = plain_activation(module)
         self.own = module.forward
-        module.num_experts = shard.num_units  # type: ignore[assignment]
+        if not by_columns:
+            module.num_experts = shard.num_units  # type: ignore[assignment]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The replaced forward."""
+        tokens, gates = plain(hidden_states), plain(top_k_weights)
+        if top_k_index.shape != gates.shape or tokens.numel() // tokens.shape[-1] != len(gates):
+            raise WhaleError(
+                f"{type(self.module).__name__} is split by expert and was called with tokens "
+                f"{tuple(tokens.shape)}, choices {tuple(top_k_index.shape)} and weights "
+                f"{tuple(gates.shape)}",
+                hint="choices and weights must be [tokens, experts per token]; or leave the "
+                "experts out of the split",
+            )
         compute = self._inside if self.shard.rows is None else self._across
-        return compute(plain(hidden_states), top_k_index, plain(top_k_weights))
+        if self.by_columns:
+            compute = self._columns
+        made = compute(tokens.reshape(-1, tokens.shape[-1]), top_k_index, gates)
+        return made.view(tokens.shape)
+
+    def _columns(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        """All members work on every row, each with its hidden columns of every expert."""
+        shard = self.shard
+        gates, tokens = shard.enter(gates), shard.enter(tokens)
+        return shard.leave(self._ffn(tokens, shard.gather_rows(ids), gates))
 
     def _inside(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         """All members see the same rows."""
@@ -129,9 +167,11 @@ class StackedForward:
         if self.activation is not None:
             return self._ffn(rows, ids.unsqueeze(1), ones)
         made: Tensor = self.own(rows, ids.unsqueeze(1), ones)
-        return made
+        return made.reshape(rows.shape)
 
     def _ffn(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         assert self.activation is not None
-        w_in, w_out = matrices(self.module)
+        found = matrices(self.module)
+        assert found is not None
+        w_in, w_out = found
         return moe_ffn(tokens, ids, gates, w_in, w_out, activation=self.activation, gated=True)

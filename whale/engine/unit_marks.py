@@ -1,0 +1,124 @@
+"""Unit marks: what a split by units does beside cutting weights, put on this rank's copy.
+
+Place in the flow: called by `engine.rules` for the rules `attention` and `pair`. The marks of a
+SplitOption are made by `engine.unit_options`, tried by `engine.rerun`, and travel in the plan:
+
+| mark | meaning |
+|---|---|
+| `row` path | a Linear that reads units: its input features are cut |
+| `count` module:attribute | an attribute (or one of its `config`) that counts heads or columns |
+| `cut` parameter | one of the module's own that is cut with the units |
+| `summed` module:parameter | a whole parameter that meets units |
+| `entry` path | a module whose whole output meets units |
+| `inside` path | a column that reads what comes out of an entry |
+| `operand` function:dim:size | whole operands of which the own units are taken |
+| `mean` width | means over the columns of all units, of that width: summed over members |
+| `returned` place:dim:result | an output that holds units, gathered (`without_unread`) |
+| `unread` result | one of those that nothing reads: it stays a part |
+| `head dropout` path | a dropout that sees some heads, in dim 1; `()` for functional ones |
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from whale.engine.program import Program, Ref, visit
+from whale.ir.model_graph import SplitOption
+from whale.nn.forwards import replace_forward
+from whale.nn.own_heads import EnteredOutput, OwnHeads, SummedParameters
+from whale.nn.shard import Shard
+from whale.nn.sharded import Column, Row, SharedInput
+
+
+class _Entered(SharedInput):
+    """For columns behind an entry, where the gradient is summed already."""
+
+    def __call__(self, x: object) -> object:  # type: ignore[override]
+        return x
+
+
+def marked(shard: Shard, what: str) -> list[str]:
+    """Where a shard has this mark."""
+    return [where for mark, where in shard.marks if mark == what]
+
+
+def install_units(parts: Mapping[str, nn.Module], shard: Shard) -> None:
+    """The forwards of columns and rows; without marks, the last is the row."""
+    rows = marked(shard, "row") or [list(parts)[-1]]
+    behind = set(marked(shard, "inside"))
+    shared = SharedInput(shard)
+    for path, module in parts.items():
+        if path in rows:
+            replace_forward(module, Row(module, shard, shared))
+        else:
+            source = _Entered(shard) if path in behind else shared
+            replace_forward(module, Column(module, source))
+
+
+def install_marks(path: str, shard: Shard, modules: Mapping[str, nn.Module]) -> None:
+    """All that is not columns and rows."""
+    for entry in marked(shard, "entry"):
+        replace_forward(modules[entry], EnteredOutput(modules[entry].forward, shard))
+    for place in marked(shard, "count"):
+        _count(place, shard, modules)
+    summed: dict[str, list[str]] = {}
+    for place in marked(shard, "summed"):
+        module, _, name = place.rpartition(":")
+        summed.setdefault(module, []).append(name)
+    for place, names in summed.items():
+        module_ = modules[place]
+        replace_forward(module_, SummedParameters(module_, module_.forward, names, shard))
+    operands: dict[tuple[str, int], list[int]] = {}
+    for text in marked(shard, "operand"):
+        function, dim, size = text.split(":")
+        operands.setdefault((function, int(dim)), []).append(int(size))
+    means = [int(width) for width in marked(shard, "mean")]
+    gathered = {}
+    for text in marked(shard, "returned"):
+        place, dim, _ = text.split(":")
+        gathered[int(place)] = int(dim)
+    forward = OwnHeads(modules[path].forward, shard, operands, gathered, means)
+    replace_forward(modules[path], forward)
+
+
+def without_unread(
+    option: SplitOption, layer: str, program: Program | None, outputs: Any
+) -> SplitOption:
+    """The option without gathers of outputs that the glue after the Layer never reads.
+
+    transformers' blocks return their attention's probabilities, which are dropped.
+    """
+    if program is None or not any(what == "returned" for what, _ in option.marks):
+        return option
+    read = {value for op in program.ops for value in op.inputs}
+    visit(outputs, lambda ref: read.add(ref.index), Ref)
+    calls = [op.outputs for op in program.ops if op.layer == layer]
+
+    def is_read(mark: tuple[str, str]) -> bool:
+        result = int(mark[1].rpartition(":")[2])
+        return any(result >= len(made) or made[result] in read for made in calls)
+
+    marks = tuple(
+        m if m[0] != "returned" or is_read(m) else ("unread", m[1].rpartition(":")[2])
+        for m in option.marks
+    )
+    return replace(option, marks=marks)
+
+
+def _count(place: str, shard: Shard, modules: Mapping[str, nn.Module]) -> None:
+    path, _, attribute = place.rpartition(":")
+    module = modules[path]
+    if attribute.startswith("config."):
+        config = module.__dict__["config"]
+        name = attribute.removeprefix("config.")
+        if "_whale_own_config" not in module.__dict__:
+            module.__dict__["_whale_own_config"] = True
+            config = module.__dict__["config"] = copy.copy(config)
+        setattr(config, name, shard.local(getattr(config, name)))
+        return
+    setattr(module, attribute, shard.local(getattr(module, attribute)))
