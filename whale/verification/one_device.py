@@ -1,15 +1,15 @@
 """One device: the truth, one process that runs the same global micro-batches in order.
 
-Place in the flow: first half of `wh.verify`. The loop is plain torch and shares nothing with the
-executor but what a row and a mean are. A model with dropout has no plain counterpart, because Whale
-keys its masks by sample: its truth is the same Step on one rank. What a step left behind is written
-to a file that the ranks read.
+Place in the flow: first half of `wh.verify`. Plain torch throughout: the user's module, the user's
+loss, `backward`, the user's optimizer. How much a micro-batch counts is found by trying (`shares`),
+random masks are handed over (`masks`). What a step left behind is written to a file that the ranks
+read.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,32 +28,44 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
 from whale.runtime.means import MeanTracker
+from whale.verification.feeds import Feed
+from whale.verification.masks import Draws, Watch
+from whale.verification.merging import merge_of, merged
+from whale.verification.shares import Span, cut, shares
 from whale.verification.verdict import Mismatch
 
 PLAIN = "plain torch, one process, the same global micro-batches in order"
-ALSO_WHOLE = f"{PLAIN}; itself equal to loss.backward() of the whole batch"
-ONE_RANK = "the same Step on one rank (the model has dropout, which Whale keys by sample)"
-
-SMALL = 1e-3
-"""An entry below this share of the greatest one of its kind is measured against that share."""
+ALSO_WHOLE = "loss.backward() of the whole batch in plain torch, one process"
+WEIGHED = ", weighed so that their derivatives add up to those of the whole batch's loss"
+COUNTED = ", weighed as Whale counts them (not checked: the loss is no mean of its parts)"
+HANDED = "; with Whale's masks handed to it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What both sides run: a float64 model and a global batch per step. Forked, never pickled."""
+    """What both sides run: a model and a global batch per step. Forked, never pickled."""
 
     model: nn.Module
-    inputs: tuple[Any, ...]
+    feeds: tuple[Feed, ...]
     loss: batches.Loss | None
     optimizer: OptimizerFactory | None
     config: Config
     plan: Plan
     folder: Path
     tolerance: float | None
+    wanted: frozenset[str]
+    dtype: torch.dtype = torch.float64
+    low: Task | None = None
+    """The same in float32, for autocast; None where that is not checked."""
 
-    def truth(self, step: int) -> Path:
-        """The file of what one device had after `step`."""
-        return self.folder / f"step{step}.pt"
+    def truth(self, name: int | str) -> Path:
+        """The file of what one device had after a feed, or of a check by its name."""
+        return self.folder / f"truth-{name}.pt"
+
+    @property
+    def first(self) -> Any:
+        """The batch of the first step."""
+        return self.feeds[0].batches[0]
 
     def make_optimizer(self, float32: bool) -> OptimizerFactory:
         """The user's optimizer, or AdamW.
@@ -69,112 +81,309 @@ class Task:
         """The tolerance."""
         if self.tolerance is not None:
             return self.tolerance
+        if self.dtype == torch.float32:
+            return 1e-4
         return 1e-6 if float32 else 1e-9
 
 
 @dataclass(slots=True, kw_only=True)
 class Reference:
-    """What the one-device run was, and where it is at odds with plain torch."""
+    """What the one-device run was.
+
+    Attributes:
+        text: In words.
+        float32: The loss came out in float32.
+        chosen: By feed that was run, which of its batches.
+        skipped: By check that cannot be made, why.
+        outputs: Named outputs and how they merge: `concat`, `mean` or `sum`.
+        mismatches: What is wrong before any rank has run.
+    """
 
     text: str = PLAIN
     float32: bool = False
-    worst: float = 0.0
+    chosen: dict[int, int] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, str] = field(default_factory=dict)
     mismatches: list[Mismatch] = field(default_factory=list)
 
 
 def run_one_device(task: Task) -> Reference:
     """Trains on one device and writes the truth of every step."""
-    before = torch.get_rng_state()
     reference = Reference()
-    _train_plainly(task, reference)
-    if not torch.equal(before, torch.get_rng_state()):
-        reference = Reference(text=ONE_RANK, float32=reference.float32)
-        _train_one_rank(task, reference)
+    _Truth(task, reference).train()
     return reference
 
 
-# ---- plain torch ---------------------------------------------------------------------------------
+class Untrainable(Exception):  # noqa: N818 - caught here; a feed may be one that does not train
+    """A loss that is not finite."""
 
 
-def _train_plainly(task: Task, reference: Reference) -> None:
-    model = _with_values(task).train()
-    aliases = aliases_of(model)
-    optimizer: torch.optim.Optimizer | None = None
-    _write(task, 0, {"aliases": aliases, **_state(model)})
-    for step, batch in enumerate(task.inputs, 1):
-        twin = copy.deepcopy(model) if step == 1 and task.plan.num_micro_batch == 1 else None
-        state = torch.get_rng_state()
-        loss, dtype = _accumulate(task, model, batch)
-        drew = not torch.equal(state, torch.get_rng_state())
-        if optimizer is None:
-            reference.float32 = dtype == torch.float32
-            named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            optimizer = task.make_optimizer(reference.float32)(named)
-        norm = _clip(model, task.config.optimizer.max_grad_norm)
-        gradients = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for n, p in model.named_parameters()
-            if p.requires_grad
-        }
-        if twin is not None and not drew:
-            _compare_with_whole(task, twin, batch, loss, gradients, reference)
-        optimizer.step()
-        data = {"aliases": aliases, "loss": loss, "gradients": gradients, "norm": norm}
-        _write(task, step, {**data, **_state(model)})
-        optimizer.zero_grad()
+class Plain:
+    """A plain model and its random numbers."""
 
-
-def _accumulate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, torch.dtype]:
-    """Leaves the gradient of the global mean in the model; returns it and the loss's dtype."""
-    total = torch.zeros((), dtype=torch.float64)
-    count = torch.zeros((), dtype=torch.float64)
-    dtype = torch.float64
-    for low, high in _micro_batches(batches.num_rows(batch), task.plan.num_micro_batch):
-        part = batches.take_rows(batch, low, high)
-        value, tracker = _tracked(model, task.loss, part)
-        weight = tracker.count(value, high - low).double()
-        torch.autograd.backward(value, weight.to(value.dtype))
-        total += value.detach().double() * weight
-        count += weight
-        dtype = value.dtype
-    mean = total / count
-    if not torch.isfinite(mean):
-        raise WhaleError(
-            f"the loss is {mean.item()} on one device, so there is nothing to compare with",
-            hint="pass a batch and an optimizer with which the model trains",
+    def __init__(
+        self, task: Task, model: nn.Module, watch: Watch | None, *, autocast: bool = False
+    ) -> None:
+        self.model, self.task, self.autocast = model, task, autocast
+        self.draws = (
+            None if watch is None else Draws(model, task.first, task.loss, task.config.seed, watch)
         )
-    if task.config.communication.gradients_reduce_method != "sum":
-        for parameter in model.parameters():
+
+    def at(self, step: int, micro_batch: int, span: Span) -> AbstractContextManager[None]:
+        """The random numbers of some rows."""
+        return nullcontext() if self.draws is None else self.draws.at(step, micro_batch, *span)
+
+    def run(self, step: int, micro_batch: int, batch: Any, span: Span) -> dict[str, Any]:
+        """The named outputs of some rows of a global batch."""
+        low = torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
+        with self.at(step, micro_batch, span), low:
+            return batches.call_model(self.model, self.task.loss, cut(batch, *span))
+
+    def backward(
+        self, step: int, batch: Any, spans: list[Span], weights: list[float]
+    ) -> tuple[Tensor, torch.dtype, list[dict[str, Any]]]:
+        """Leaves the gradient of the weighed mean; gives it, its dtype and all named outputs."""
+        total = torch.zeros((), dtype=torch.float64)
+        named = []
+        dtype = torch.float64
+        for number, (span, weight) in enumerate(zip(spans, weights, strict=True)):
+            found = self.run(step, number, batch, span)
+            value: Tensor = found["loss"]
+            named.append({k: v.detach() for k, v in found.items() if isinstance(v, Tensor)})
+            dtype = value.dtype
+            if weight:
+                torch.autograd.backward(value, torch.tensor(weight, dtype=value.dtype))
+                total += weight * value.detach().double()
+        if not torch.isfinite(total):
+            raise Untrainable(f"the loss is {total.item()} on one device")
+        return total, dtype, named
+
+
+class _Truth:
+    def __init__(self, task: Task, reference: Reference) -> None:
+        self.task, self.reference = task, reference
+        self.base = with_values(task)
+        self.watch = Watch() if _draws(task, copy.deepcopy(self.base)) else None
+        self.trained = Plain(task, copy.deepcopy(self.base).train(), self.watch)
+        self.still = Plain(task, copy.deepcopy(self.base), Watch() if self.watch else None)
+        self.model = self.trained.model
+        self.aliases = aliases_of(self.model)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.counted = False
+        self.first_spans: list[Span] = []
+        self.first_weights: list[float] = []
+
+    def train(self) -> None:
+        """Every feed that trains, in order."""
+        task, reference = self.task, self.reference
+        reference.outputs = self._outputs()
+        rows = batches.num_rows(task.first)
+        self.first_spans = micro_batches(rows, task.plan.num_micro_batch)
+        self.first_weights = self.weights(0, task.first, self.first_spans)
+        evaluation = self._evaluate(0, task.first, self.first_spans, self.first_weights)
+        self._write(0, {**evaluation, **_state(self.model)})
+        step = 0
+        for index, feed in enumerate(task.feeds):
+            reasons = []
+            for choice, batch in enumerate(feed.batches):
+                try:
+                    data = self._step(step, batch)
+                except Exception as error:
+                    if not feed.optional:
+                        raise _explained(error) from error
+                    reasons.append(str(error).strip().splitlines()[0] if str(error) else "?")
+                    continue
+                step += 1
+                reference.chosen[index] = choice
+                self._write(index + 1, data)
+                break
+            else:
+                why = f"one device cannot: {reasons[0]}" if reasons else "the batch has no such one"
+                reference.skipped[feed.check] = why
+        self._autocast()
+        reference.text = self._text()
+        for complaint in dict.fromkeys(self.watch.complaints if self.watch else ()):
+            reference.mismatches.append(
+                Mismatch(kind="mask", tensor=complaint, rank=-1, step=1, error=float("inf"))
+            )
+
+    def _autocast(self) -> None:
+        """The first step once more, in float32 and in autocast, from the first weights."""
+        low = self.task.low
+        if low is None:
+            return
+        base = with_values(low)
+        found = []
+        try:
+            for autocast in (False, True):
+                watch = Watch() if self.watch else None
+                plain = Plain(low, copy.deepcopy(base).train(), watch, autocast=autocast)
+                loss, _, _ = plain.backward(0, low.first, self.first_spans, self.first_weights)
+                clip(plain.model, low.config.optimizer.max_grad_norm)
+                found.append({"loss": loss, "gradients": gradients_of(plain.model)})
+        except Exception as error:
+            self.reference.skipped["autocast"] = f"one device cannot: {error}".splitlines()[0]
+            return
+        torch.save({"float32": found[0], "autocast": found[1]}, low.truth("autocast"))
+
+    def _text(self) -> str:
+        several = self.task.plan.num_micro_batch > 1
+        how = COUNTED if self.counted else WEIGHED
+        return (PLAIN + how if several else ALSO_WHOLE) + (HANDED if self.watch else "")
+
+    def _step(self, step: int, batch: Any) -> dict[str, Any]:
+        task, model = self.task, self.model
+        spans = micro_batches(batches.num_rows(batch), task.plan.num_micro_batch)
+        weights = self.weights(step, batch, spans)
+        before = [b.detach().clone() for b in model.buffers()]
+        generator = torch.get_rng_state()
+        try:
+            loss, dtype, named = self.trained.backward(step, batch, spans, weights)
+        except Exception:
+            for buffer, value in zip(model.buffers(), before, strict=True):
+                buffer.copy_(value)
+            model.zero_grad()
+            raise
+        if self.watch is not None and not torch.equal(generator, torch.get_rng_state()):
+            raise WhaleError(
+                "the model draws random numbers that Whale does not key by sample (dropout as a "
+                "function, or inside attention), so no two layouts agree on them",
+                hint="verify it with that dropout set to 0, or use nn.Dropout modules",
+            )
+        if self.optimizer is None:
+            self.reference.float32 = dtype == torch.float32
+            named_params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+            self.optimizer = task.make_optimizer(self.reference.float32)(named_params)
+        if task.config.communication.gradients_reduce_method == "sum":
+            self._multiply(batch, spans)
+        norm = clip(model, task.config.optimizer.max_grad_norm)
+        gradients = gradients_of(model)
+        self.optimizer.step()
+        data = {
+            "loss": loss,
+            "norm": norm,
+            "gradients": gradients,
+            "outputs": merged(self.reference.outputs, named, spans),
+            "optimizer": _optimizer_state(model, self.optimizer),
+            **self._evaluate(step, batch, spans, weights),
+            **_state(model),
+        }
+        self.optimizer.zero_grad()
+        return data
+
+    def weights(self, step: int, batch: Any, spans: list[Span]) -> list[float]:
+        """The share of each micro-batch in the loss."""
+        twin = self._still()
+        at = partial(twin.at, step)
+        found = shares(twin.model, self.task.loss, batch, spans, at)
+        if found is not None:
+            return found
+        self.counted = True
+        counts = self._counts(batch, spans)
+        return [count / sum(counts) for count in counts]
+
+    def _counts(self, batch: Any, spans: list[Span]) -> list[float]:
+        """What Whale counts in the loss of each micro-batch."""
+        twin = self._still()
+        counts = []
+        for low, high in spans:
+            tracker = MeanTracker()
+            with torch.no_grad(), tracker:
+                value = batches.call_model(twin.model, self.task.loss, cut(batch, low, high))
+            counts.append(float(tracker.count(value["loss"], high - low)))
+        return counts
+
+    def _multiply(self, batch: Any, spans: list[Span]) -> None:
+        """The sum that `gradients_reduce_method = "sum"` asks for: the mean times Whale's count."""
+        count = sum(self._counts(batch, spans))
+        for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad /= count.to(parameter.grad.dtype)
-    return mean, dtype
+                parameter.grad *= count
+
+    def _still(self) -> Plain:
+        """The twin for anything but training, with the weights and buffers of now."""
+        with torch.no_grad():
+            for mine, theirs in (
+                (self.still.model.parameters(), self.model.parameters()),
+                (self.still.model.buffers(), self.model.buffers()),
+            ):
+                for tensor, value in zip(mine, theirs, strict=True):
+                    tensor.copy_(value)
+        self.still.model.eval()
+        return self.still
+
+    def _evaluate(
+        self, step: int, batch: Any, spans: list[Span], weights: list[float]
+    ) -> dict[str, Any]:
+        """The loss and the named outputs in eval mode, with the weights of now."""
+        twin = self._still()
+        try:
+            with torch.no_grad():
+                named = [twin.run(step, m, batch, span) for m, span in enumerate(spans)]
+        except Exception as error:
+            self.reference.skipped["evaluate"] = f"one device cannot: {error}".splitlines()[0]
+            return {"evaluation": None}
+        parts = [w * n["loss"].double() for w, n in zip(weights, named, strict=True) if w]
+        return {
+            "evaluation": torch.stack(parts).sum(),
+            "evaluation outputs": merged(self.reference.outputs, named, spans),
+        }
+
+    def _outputs(self) -> dict[str, str]:
+        """The named outputs whose parts, in eval mode, make the whole, and how."""
+        if "outputs" not in self.task.wanted:
+            return {}
+        batch, rows = self.task.first, batches.num_rows(self.task.first)
+        several = len(self.task.plan.stages) > 1
+        low = rows // 2
+        twin = self._still()
+        try:
+            with torch.no_grad():
+                spans = [(0, rows), (0, low), (low, rows)]
+                whole, first, rest = (twin.run(0, 0, batch, span) for span in spans)
+        except Exception:
+            return {}
+        found = {}
+        for name, value in whole.items():
+            parts = [(low, first.get(name)), (rows - low, rest.get(name))]
+            alone = name in ("loss", "0") or (several and name not in ("output", "logits"))
+            how = None if alone or low == 0 else merge_of(value, parts)
+            if how is not None:
+                found[name] = how
+        if not found:
+            self.reference.skipped["outputs"] = "the model names no output whose parts make it up"
+        return found
+
+    def _write(self, name: int, data: dict[str, Any]) -> None:
+        torch.save({"aliases": self.aliases, **data}, self.task.truth(name))
 
 
-def _tracked(model: nn.Module, loss: batches.Loss | None, part: Any) -> tuple[Tensor, MeanTracker]:
-    """The loss of some rows, and what it is a mean over."""
-    tracker = MeanTracker()
-    if loss is None:
-        with tracker:
-            return batches.call_model(model, None, part)["loss"], tracker
-
-    def tracked(output: Any, target: Any) -> Any:
-        with tracker:
-            return loss(output, target)
-
-    return batches.call_model(model, tracked, part)["loss"], tracker
+def _explained(error: Exception) -> Exception:
+    if not isinstance(error, Untrainable):
+        return error
+    return WhaleError(
+        f"{error}, so there is nothing to compare with",
+        hint="pass a batch and an optimizer with which the model trains",
+    )
 
 
-def _micro_batches(rows: int, number: int) -> Iterator[tuple[int, int]]:
+def _draws(task: Task, model: nn.Module) -> bool:
+    """Whether a training forward draws random numbers."""
+    before = torch.get_rng_state()
+    model.train()
+    with torch.no_grad():
+        batches.call_model(model, task.loss, task.first)
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def micro_batches(rows: int, number: int) -> list[Span]:
     """Consecutive rows, sizes that differ by at most one, larger first; no empty ones."""
-    low = 0
-    for index in range(number):
-        high = low + rows // number + (index < rows % number)
-        if high > low:
-            yield low, high
-        low = high
+    sizes = [rows // number + (index < rows % number) for index in range(number)]
+    points = [sum(sizes[:index]) for index in range(number + 1)]
+    return [(low, high) for low, high in zip(points, points[1:], strict=False) if high > low]
 
 
-def _clip(model: nn.Module, max_norm: float | None) -> Tensor | None:
+def clip(model: nn.Module, max_norm: float | None) -> Tensor | None:
     """Clips by the norm over all elements of all gradients; returns the norm before."""
     if max_norm is None:
         return None
@@ -185,79 +394,27 @@ def _clip(model: nn.Module, max_norm: float | None) -> Tensor | None:
     return norm
 
 
-def _compare_with_whole(
-    task: Task,
-    model: nn.Module,
-    batch: Any,
-    loss: Tensor,
-    gradients: dict[str, Tensor],
-    reference: Reference,
-) -> None:
-    """With one micro-batch the mean is the model's own: no counting, no weights, just backward."""
-    value: Tensor = batches.call_model(model, task.loss, batch)["loss"]
-    torch.autograd.backward(value)
-    if task.config.communication.gradients_reduce_method == "sum":
-        return
-    _clip(model, task.config.optimizer.max_grad_norm)
-    largest = max((greatest(g) for g in gradients.values()), default=0.0)
-    pairs = [("loss", "loss", loss, value.detach())]
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            pairs.append(("gradient", name, gradients[name], parameter.grad))
-    for kind, name, got, want in pairs:
-        scale = max(greatest(want), SMALL * largest if kind == "gradient" else 0.0)
-        error, location = error_of(got, want, scale)
-        reference.worst = max(reference.worst, error)
-        if not error <= task.allowed(reference.float32):
-            reference.mismatches.append(
-                Mismatch(kind=kind, tensor=name, rank=-1, step=1, error=error, location=location)
-            )
-    reference.text = ALSO_WHOLE
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """By trainable parameter, its gradient; None for one that has none."""
+    return {
+        n: None if p.grad is None else p.grad.detach().clone()
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
-# ---- one rank of Whale ---------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
-def _train_one_rank(task: Task, reference: Reference) -> None:
-    bare = _bare(task.model)
-    parallel.init(device="cpu")
-    step = parallel.parallelize(
-        bare,
-        optimizer=task.make_optimizer(reference.float32),
-        batch=task.inputs[0],
-        loss=task.loss,
-        config=_one_rank_config(task),
-        cluster=_one_cpu(),
-    )
-    aliases = aliases_of(bare)
-    _write(task, 0, {"aliases": aliases, **_state(step._lowered.model)})
-    for number, batch in enumerate(task.inputs, 1):
-        before = torch.get_rng_state()
-        metrics = step(batch)
-        if not torch.equal(before, torch.get_rng_state()):
-            raise WhaleError(
-                "the model draws random numbers that Whale does not key by sample (dropout as a "
-                "function, or inside attention), so no two layouts agree on them",
-                hint="verify it with that dropout set to 0, or use nn.Dropout modules",
-            )
-        data = {
-            "aliases": aliases,
-            "loss": metrics["loss"],
-            "norm": metrics.get("grad_norm"),
-            "gradients": step.gradients(),
-        }
-        _write(task, number, {**data, **_state(step._lowered.model)})
-
-
-def _with_values(task: Task) -> nn.Module:
+def with_values(task: Task) -> nn.Module:
     """The model with weights: its own, or for a model on the meta device those Whale draws."""
     if not any(t.is_meta for t in (*task.model.parameters(), *task.model.buffers())):
-        return copy.deepcopy(task.model)
+        return _bare(task.model)
     bare = _bare(task.model)
     plan = parallel.plan(
         bare,
-        cluster=_one_cpu(),
-        batch=task.inputs[0],
+        cluster=Cluster.uniform(1, type="CPU"),
+        batch=task.first,
         loss=task.loss,
         config=_one_rank_config(task),
     )
@@ -285,10 +442,6 @@ def _one_rank_config(task: Task) -> Config:
     )
 
 
-def _one_cpu() -> Cluster:
-    return Cluster.uniform(1, type="CPU")
-
-
 # ---- what a step left behind ---------------------------------------------------------------------
 
 
@@ -307,30 +460,27 @@ def _state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _write(task: Task, step: int, data: dict[str, Any]) -> None:
-    torch.save(data, task.truth(step))
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """By parameter, what the optimizer keeps of it; a number as a tensor of one element."""
+    return {
+        name: slots_of(optimizer, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
-def read_truth(task: Task, step: int) -> dict[str, Any]:
-    """What one device had after `step`; pages are shared by all ranks that read it."""
-    data: dict[str, Any] = torch.load(task.truth(step), mmap=True, weights_only=True)
+def slots_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What the optimizer keeps of a parameter, by slot."""
+    return {
+        slot: value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, (Tensor, int, float))
+    }
+
+
+def read_truth(task: Task, name: int | str) -> dict[str, Any]:
+    """What one device had after a feed; pages are shared by all ranks that read it."""
+    data: dict[str, Any] = torch.load(task.truth(name), mmap=True, weights_only=True)
     return data
-
-
-def greatest(tensor: Tensor) -> float:
-    """The greatest entry by size."""
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-
-
-def error_of(got: Tensor, want: Tensor, scale: float) -> tuple[float, tuple[int, ...]]:
-    """The greatest difference relative to `scale`, and where it is; a nan is infinitely wrong."""
-    if got.shape != want.shape:
-        return float("inf"), ()
-    if not got.numel():
-        return 0.0, ()
-    apart = (got.detach().double() - want.detach().double()).abs()
-    apart = torch.where(apart.isnan(), torch.inf, apart)
-    worst = int(apart.argmax())
-    location = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape))
-    difference = float(apart.flatten()[worst])
-    return (difference / scale if scale else difference), location
