@@ -38,7 +38,7 @@ def cluster(num_ranks: int, speeds: tuple[float, ...] | None = None) -> Cluster:
 def verify(case: Case, **more: Any) -> wh.Verdict:
     given: dict[str, Any] = {
         "batch": case.batch,
-        "loss": cross_entropy,
+        "loss": case.loss,
         "config": {**case.config, "cluster.balance": "speed"},
         "cluster": cluster(case.num_ranks, case.speeds),
         "steps": 2,

@@ -39,7 +39,14 @@ from whale.verification.feeds import CHECKS, check_names, make_feeds
 from whale.verification.fold import MAX_RANKS, check_size, fold, scaled_tags
 from whale.verification.on_rank import at, run_on_rank
 from whale.verification.one_device import Reference, Task, aliases_of, run_one_device
-from whale.verification.precision import as_dtype, batch_in, loss_in, model_in, runnable
+from whale.verification.precision import (
+    about_dtype,
+    as_dtype,
+    batch_in,
+    loss_in,
+    model_in,
+    runnable,
+)
 from whale.verification.processes import RankFailed, run_forked
 from whale.verification.verdict import Check, Mismatch, Verdict
 
@@ -333,16 +340,20 @@ def _run_reference(task: Task, timeout: float) -> Reference:
         text = str(error)
         raise WhaleError(
             f"the model does not train on one device: {text.splitlines()[0]}",
-            hint="call verify before this process's first backward pass"
-            if _bad_fork(text)
-            else "run its forward and backward on this batch alone first, in float64 on the CPU",
+            hint=_hint(text),
         ) from error
     assert isinstance(reference, Reference)
     return reference
 
 
-def _bad_fork(text: str) -> bool:
-    return "fork-based multiprocessing" in text
+def _hint(text: str) -> str:
+    if "fork-based multiprocessing" in text:
+        return "call verify before this process's first backward pass"
+    if about_dtype(text.splitlines()[0]):
+        return (
+            'a model that makes float32 tensors of its own takes dtype="float32" (--dtype float32)'
+        )
+    return "run its forward and backward on this batch alone first, in float64 on the CPU"
 
 
 def _run_ranks(task: Task, reference: Reference, timeout: float) -> tuple[list[Report], str]:

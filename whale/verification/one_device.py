@@ -278,8 +278,8 @@ class _Truth:
         found = shares(twin.model, self.task.loss, batch, spans, at)
         if found is not None:
             return found
-        self.counted = True
         counts = self._counts(batch, spans)
+        self.counted = True
         return [count / sum(counts) for count in counts]
 
     def _counts(self, batch: Any, spans: list[Span]) -> list[float]:

@@ -38,6 +38,11 @@ def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
+def about_dtype(message: str) -> bool:
+    """Whether an error is about tensors of different precision."""
+    return _ABOUT_DTYPE.search(message) is not None
+
+
 def model_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy on the CPU, every floating and complex tensor in `dtype`; meta tensors stay meta."""
     made = copy.deepcopy(model)
@@ -78,7 +83,7 @@ def runnable(
         met, also = run_forked(trials, timeout=timeout, folder=folder)
     except RankFailed:
         return torch.float64, ""  # the one-device run meets it again, and says what it is
-    only_float32 = met and not also and _ABOUT_DTYPE.search(met)
+    only_float32 = met and not also and about_dtype(met)
     return (torch.float32, met) if only_float32 else (torch.float64, "")
 
 
