@@ -34,6 +34,7 @@ from whale.ir.profile import Profile
 from whale.ir.schedule import Action, Schedule
 from whale.planner.make_plan import make_plan, orders_of
 from whale.planner.schedules import rank_actions
+from whale.nn.randomness import PlainDraws
 from whale.runtime import batch as batches
 from whale.runtime.agreement import check_same_weights
 from whale.runtime.optimizer import state_tensors
@@ -130,7 +131,8 @@ def parallelize(
     check_same_weights(model, rank, num_ranks, _local_device(settings))
     if settings.check_parts:
         check_balance(model, plan)
-        check_parts(model, batch, loss)
+        draws = PlainDraws(model, captured.random.dims, settings.seed)
+        check_parts(model, batch, loss, draws)
     names = frozenset(outputs or ())
     lowered = lower(
         model,

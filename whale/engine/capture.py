@@ -8,30 +8,36 @@ of every value, the FLOPs per row, and the constants of the glue that grow with 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 
+from whale.engine.draw_recorder import DrawRecorder, Randomness
 from whale.engine.examples import Example, example_of
-from whale.engine.graph import Run, changed, graph_of
+from whale.engine.graph import Run, graph_of
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.match import split_options
+from whale.engine.probe import seen_draws
 from whale.engine.program import Program, merge, tensors_in, tree_map
 from whale.engine.stacked_experts import give_shapes, refuse_balance
-from whale.engine.trace import GlueTracer, RandomCall, add_constants
+from whale.engine.trace import GlueTracer, add_constants
 from whale.engine.work import WorkCounter
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
     ModelGraph,
 )
 from whale.nn.forwards import replace_forward
+from whale.nn.keyed_modules import is_dropout
 from whale.nn.moe.layer import MoE
+from whale.nn.randomness import follow_all
 from whale.runtime import batch as batches
+from whale.runtime import generators, recompute
 from whale.runtime.compat import fake_mode, real_tensors
 
 ROWS = (2, 3)
@@ -45,10 +51,8 @@ class Captured:
     program: Program | None
     refusal: CaptureError | None
     result: dict[str, Any]
-    dropouts: dict[str, int | None]
-    """Batch dim of what each dropout module sees."""
-    random: dict[tuple[str, int], int | None]
-    """Batch dim of every functional dropout, by Layer and number in it."""
+    random: Randomness
+    """The random numbers it draws."""
     examples: dict[str, Example]
     """What each Layer was called with, where that can be said for any number of rows."""
 
@@ -108,27 +112,32 @@ def _run(
     rows: int,
     split_layers: set[str],
     traced: bool,
+    training: bool,
 ) -> Run:
-    with fake_mode():
+    with generators.seeded(0) as asked, fake_mode():
         fake, names, values = _fake_copy(model)
+        if training and not fake.training:
+            fake.train()
         give_shapes(fake)
         inputs = _fake_batch(batch, rows)
         run = Run.empty()
+        run.asked = asked
         tracer = GlueTracer(batches.leaves(inputs), names)
         add_constants(tracer, values)
-        run.calls = tracer.calls
+        run.calls = tracer.recorder.calls
         counter = WorkCounter(
             [*fake.parameters(), *fake.buffers(), *batches.leaves(inputs), *values.values()]
         )
         run.work = counter.layers
-        _watch_dropouts(fake, run, counter)
+        tracer.recorder.quietly = counter.paused
+        _watch_dropouts(fake, tracer.recorder, counter)
         _watch_queues(fake, run)
-        tracer.training = fake.training
         for path, layer in find_layers(fake).items():
             if path in split_layers:
                 _watch_inputs(path, layer, run)
             replace_forward(layer, _watched(path, layer, tracer, counter, run, split_layers, names))
-        with counter:
+        follow_all(tracer.recorder.names, fake.named_modules())
+        with counter, recompute.watched(tracer), _unchecked_distributions():
             if traced:
                 with tracer:
                     out = batches.call_model(fake, loss, inputs)
@@ -139,7 +148,8 @@ def _run(
                 run.program = tracer.program
             else:
                 tracer.paused = 1
-                out = batches.call_model(fake, loss, inputs)
+                with tracer:
+                    out = batches.call_model(fake, loss, inputs)
                 run.result = {name: None for name in out}
         return run
 
@@ -173,7 +183,7 @@ def _watched(
                 if replaced is not None:
                     replace_forward(layer, replaced)
                 try:
-                    with _Paused(tracer):
+                    with _Paused(tracer), tracer.recorder.off():
                         run.options[path] = counter.paused(
                             lambda: split_options(path, layer, args, kwargs, names)
                         )
@@ -184,13 +194,13 @@ def _watched(
     return watched
 
 
-def _watch_dropouts(fake: nn.Module, run: Run, counter: WorkCounter) -> None:
+def _watch_dropouts(fake: nn.Module, recorder: DrawRecorder, counter: WorkCounter) -> None:
     """Dropout modules are keyed by their own path; here they only show their shapes."""
-    for path, module in fake.named_modules():
-        if type(module) is nn.Dropout:
+    for module in fake.modules():
+        if is_dropout(module):
 
-            def look(x: torch.Tensor, path: str = path, drops: bool = _drops(module)) -> Any:
-                run.dropouts.setdefault(path, tuple(x.shape))
+            def look(x: torch.Tensor, drops: bool = _drops(module)) -> Any:
+                recorder.note(nn.Dropout, x.shape, drops)
                 if drops:
                     counter.dropout(x)
                 return x.view_as(x)
@@ -198,8 +208,19 @@ def _watch_dropouts(fake: nn.Module, run: Run, counter: WorkCounter) -> None:
             replace_forward(module, look)
 
 
-def _drops(module: nn.Dropout) -> bool:
-    return module.training and module.p > 0.0
+def _drops(module: Any) -> bool:
+    return bool(module.training and module.p > 0.0)
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """torch.distributions ask for the values of their arguments, which fakes do not have."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def _watch_queues(fake: nn.Module, run: Run) -> None:
@@ -235,8 +256,20 @@ class _Paused:
         self.tracer.paused -= 1
 
 
-def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured:
-    """The ModelGraph of an annotated model; nothing of the model is changed or materialised."""
+def capture(
+    model: nn.Module, batch: Any, loss: batches.Loss | None, *, training: bool = True
+) -> Captured:
+    """The ModelGraph of an annotated model; nothing of the model is changed or materialised.
+
+    A model in eval mode is seen as it trains, unless not `training`.
+    """
+    with generators.kept():
+        return _capture(model, batch, loss, training)
+
+
+def _capture(
+    model: nn.Module, batch: Any, loss: batches.Loss | None, training: bool
+) -> Captured:
     layers = find_layers(model)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
@@ -247,21 +280,24 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
     refusal: CaptureError | None = None
     program: Program | None = None
     try:
-        first, second = (_run(model, batch, loss, r, considered, True) for r in ROWS)
+        first, second = (_run(model, batch, loss, r, considered, True, training) for r in ROWS)
         assert first.program is not None and second.program is not None
         program = merge(first.program, second.program, ROWS)
     except WhaleError as error:
         if not isinstance(error, CaptureError):
             raise
         refusal = error
-        first, second = _untraced(model, batch, loss, split_layers, error)
+        first, second = _untraced(model, batch, loss, split_layers, error, training)
     except Exception as error:  # noqa: BLE001 - a user's forward on fake tensors
         refusal = CaptureError(
             f"the model cannot run on fake tensors: {type(error).__name__}: {error}"[:600],
             hint="stages and `split` need a forward whose shapes do not depend on values; data "
             "parallelism does not",
         )
-        first, second = _untraced(model, batch, loss, split_layers, refusal)
+        first, second = _untraced(model, batch, loss, split_layers, refusal, training)
+    random = seen_draws(first, second, model, batch, loss, training)
+    if random.foreign and program is not None:
+        refusal, program = _refuse_foreign(random.foreign), None
     examples = {
         path: example
         for path, call in first.examples.items()
@@ -273,12 +309,15 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
         program=program,
         refusal=refusal,
         result=first.result,
-        dropouts={
-            path: changed(shape, second.dropouts.get(path, shape))
-            for path, shape in first.dropouts.items()
-        },
-        random=_random_calls(first.calls, second.calls),
+        random=random,
         examples=examples,
+    )
+
+
+def _refuse_foreign(who: str) -> CaptureError:
+    return CaptureError(
+        f"the model draws from {who}, whose numbers a stage cannot draw alone",
+        hint="draw with torch's functions, which are keyed by seed, step and row; or use one stage",
     )
 
 
@@ -299,32 +338,13 @@ def large_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
     }
 
 
-def _random_calls(
-    first: list[RandomCall], second: list[RandomCall]
-) -> dict[tuple[str, int], int | None]:
-    """Batch dims of the functional dropouts; what cannot be keyed is said once."""
-    numbers: dict[str, int] = {}
-    found: dict[tuple[str, int], int | None] = {}
-    for a, b in zip(first, second, strict=False):
-        if a.shape is None or b.shape is None:
-            warnings.warn(
-                f"{a.layer or 'the glue'} calls {a.name}: its random numbers will depend on the "
-                "layout",
-                stacklevel=2,
-            )
-            continue
-        number = numbers.get(a.layer, 0)
-        numbers[a.layer] = number + 1
-        found[a.layer, number] = changed(a.shape, b.shape)
-    return found
-
-
 def _untraced(
     model: nn.Module,
     batch: Any,
     loss: batches.Loss | None,
     split_layers: set[str],
     refusal: CaptureError,
+    training: bool,
 ) -> tuple[Run, Run]:
     """The runs of a model whose glue cannot be traced: good enough for one stage.
 
@@ -332,7 +352,7 @@ def _untraced(
     which is all that data parallelism needs.
     """
     try:
-        first, second = (_run(model, batch, loss, r, split_layers, False) for r in ROWS)
+        first, second = (_run(model, batch, loss, r, split_layers, False, training) for r in ROWS)
     except WhaleError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a user's forward raises on fake tensors

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.draw_recorder import Drawn
 from whale.engine.examples import Example
 from whale.engine.lone import allows_rows, joined
 from whale.engine.program import Program, ValueSpec
-from whale.engine.trace import RandomCall
 from whale.engine.work import Counts, costs, line_through, signature
 from whale.ir.model_graph import (
     BatchDims,
@@ -32,6 +32,8 @@ from whale.ir.model_graph import (
 from whale.ir.plan import AROUND, TRAVELLING
 from whale.ir.strategy import Tag
 from whale.nn.moe.layer import MoE
+from whale.nn.randomness import Name
+from whale.runtime.generators import Asked
 
 
 @dataclass(slots=True)
@@ -43,17 +45,18 @@ class Run:
     examples: dict[str, tuple[Any, Any]]
     options: dict[str, tuple[SplitOption, ...]]
     shapes: dict[str, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]
-    dropouts: dict[str, tuple[int, ...]]
     queues: dict[str, tuple[int, ...]]
     """What each mixture of experts that drops by order reads."""
-    calls: list[RandomCall]
+    calls: dict[Name, Drawn]
     program: Program | None
     result: dict[str, Any]
+    asked: Asked
+    """What it drew from Python's and numpy's generators."""
 
     @classmethod
     def empty(cls) -> Run:
         """A run that saw nothing yet."""
-        return cls([], {}, {}, {}, {}, {}, {}, [], None, {})
+        return cls([], {}, {}, {}, {}, {}, {}, None, {}, Asked())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 from whale.config_groups import CommunicationConfig
 from whale.engine.capture import Captured
 from whale.engine.program import ValueSpec
-from whale.engine.random import install_randomness, with_heads
+from whale.engine.random import Surroundings, install_randomness, with_heads
 from whale.engine.rules import install
 from whale.engine.stages import CutStage, WholeStage, cut
 from whale.engine.weights import local_copy
@@ -35,7 +35,7 @@ from whale.nn.moe.courier import DTYPES, Courier
 from whale.nn.moe.layer import MoE
 from whale.nn.moe.parallel import ExpertForward, MeetingForward, Replicas
 from whale.nn.moe.stacked import StackedForward
-from whale.nn.randomness import CallNames, KeyedRandom
+from whale.nn.randomness import CallNames
 from whale.nn.shard import Shard
 from whale.nn.sharded import RowsAround, can_defer, defer_weights
 from whale.runtime import batch as batches
@@ -60,6 +60,7 @@ class Lowered:
     executor: Executor
     device: torch.device
     own_norms: list[OwnBatchNorm]
+    surroundings: Surroundings
 
 
 def lower(
@@ -92,11 +93,9 @@ def lower(
     _install_couriers(plan, rank, modules, groups, DTYPES[communication.token_dtype])
     own_norms = _install_norms(plan, rank, local, groups)
     _install_meetings(plan, rank, local, groups)
-    random = install_randomness(
-        local, captured, context, names, shards, whole=len(plan.stages) == 1
-    )
+    surroundings = install_randomness(local, plan, captured, names, shards)
     queue = _install_deferral(plan, local)
-    stages = make_stages(plan, rank, local, captured, loss, outputs, random, device, context)
+    stages = make_stages(plan, rank, local, captured, loss, outputs, surroundings, device)
     trainable = frozenset(n for n, p in params.items() if p.requires_grad)
     mine = set(plan.stages_of(rank))
     grads = GradientBuckets(
@@ -130,6 +129,7 @@ def lower(
         executor=executor,
         device=device,
         own_norms=own_norms,
+        surroundings=surroundings,
     )
 
 
@@ -146,13 +146,12 @@ def make_stages(
     captured: Captured,
     loss: batches.Loss | None,
     outputs: frozenset[str],
-    random: KeyedRandom | None,
+    surroundings: Surroundings,
     device: torch.device,
-    context: StepContext,
 ) -> dict[int, StageModule]:
     """The stages this rank runs."""
     if len(plan.stages) == 1:
-        return {0: WholeStage(local, loss, outputs, random)} if plan.stages_of(rank) else {}
+        return {0: WholeStage(local, loss, outputs, surroundings)} if plan.stages_of(rank) else {}
     assert captured.program is not None
     stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
     stage_of_layer = [stage_of_path[layer.path] for layer in captured.graph.layers]
@@ -164,7 +163,7 @@ def make_stages(
         )
     parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
     return {
-        s: CutStage(parts[s], local, outputs, random, device, context) for s in plan.stages_of(rank)
+        s: CutStage(parts[s], local, outputs, surroundings, device) for s in plan.stages_of(rank)
     }
 
 

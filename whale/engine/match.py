@@ -32,6 +32,7 @@ from whale.nn.attention import supported
 from whale.nn.forwards import replace_forward
 from whale.nn.moe.layer import MoE
 from whale.nn.sharded import features, is_linear, linear_dims
+from whale.runtime import recompute
 
 Names = dict[int, str]
 """First names of parameters by the id of their tensor."""
@@ -190,7 +191,7 @@ def _inside(
                 return _w(_n, _f, a, k)
 
             replace_forward(module, call)
-        with tracer:
+        with recompute.watched(tracer), tracer:
             out = layer(*args, **kwargs)
         tracer.program.result = [tracer.refs.get(id(t)) for t in tensors_in(out)]
     except CaptureError:

@@ -12,15 +12,21 @@ import torch
 from torch import nn
 
 from whale.errors import WhaleError
+from whale.nn.randomness import PlainDraws
 from whale.runtime import batch as batches
+from whale.runtime import generators
 from whale.runtime.means import MeanTracker
 
 # Rows tried, spread over the batch: the first ones alone may look alike where others differ.
 _ROWS = 16
 
 
-def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None:
+def check_parts(
+    model: nn.Module, batch: Any, loss: batches.Loss | None, draws: PlainDraws
+) -> None:
     """Compares the loss of a few rows with that of the same rows in two parts.
+
+    What the model draws is the same for the same rows, by `draws`.
 
     A model on the meta device has no values yet and is not tried, nor is one with a layer that says
     its rows interact: experts with limited room see the whole micro-batch under every layout.
@@ -35,16 +41,18 @@ def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
+        draws.draws.lenient = True
+        with torch.no_grad(), generators.kept():
             few = batches.spread_rows(batch, rows, device)
-            whole = _measure(model, loss, few)
-            parts = [
-                _measure(model, loss, batches.take_rows(few, low, high))
-                for low, high in ((0, 1), (1, rows))
-            ]
+            whole, *parts = (
+                _measure(model, loss, few, draws, low, high)
+                for low, high in ((0, rows), (0, 1), (1, rows))
+            )
     finally:
         for module, flag in flags.items():
             module.training = flag
+    if draws.draws.unplaced:
+        return  # rows have no numbers of their own to compare by; replicas are refused
     total, count, dtype = whole
     apart = sum(p[0] for p in parts)
     counted = sum(p[1] for p in parts)
@@ -61,10 +69,11 @@ def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None
 
 
 def _measure(
-    model: nn.Module, loss: batches.Loss | None, batch: Any
+    model: nn.Module, loss: batches.Loss | None, few: Any, draws: PlainDraws, low: int, high: int
 ) -> tuple[float, float, torch.dtype]:
     tracker = MeanTracker()
-    with tracker:
+    rows, batch = batches.num_rows(few), batches.take_rows(few, low, high)
+    with draws.at(step=0, first_row=low, rows=high - low, micro_rows=rows), tracker:
         value = batches.call_model(model, loss, batch)["loss"]
     count = float(tracker.count(value, batches.num_rows(batch)))
     return float(value) * count, count, value.dtype

@@ -73,10 +73,12 @@ class Op:
     where: str
     pure: bool = False
     state: tuple[str, ...] = ()
-    random: int | None = None
-    """Its number among the random operations of the glue."""
-    call: int = 0
-    """How many times the same Layer was called before."""
+    random: tuple[str, int] | None = None
+    """The name of what it draws: the module whose forward it is in, and the number there."""
+    drawn: dict[str, int] = field(default_factory=dict)
+    """Of a Layer: how many draws each module had made before."""
+    region: Any = None
+    """The checkpoint it is inside of: see `engine.regions`."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -213,7 +215,8 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
                 pure=a.pure,
                 state=a.state,
                 random=a.random,
-                call=a.call,
+                drawn=a.drawn,
+                region=a.region,
             )
         )
     specs = [

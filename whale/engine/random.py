@@ -1,43 +1,91 @@
-"""Randomness: keyed dropout put on this rank's copy, by what capture saw.
+"""Randomness on this rank's copy: dropout modules keyed, and a mode for all other draws.
 
-Place in the flow: a step of `engine.lower`. Modules are keyed by their path, functional calls by
-Layer and number.
+Place in the flow: a step of `engine.lower`, by what capture saw the model draw.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from whale.engine.capture import Captured
+from whale.engine.draw_recorder import Randomness
+from whale.engine.program import Op
 from whale.errors import WhaleError
+from whale.ir.plan import Plan
 from whale.nn.attention import MultiheadForward, supported
-from whale.nn.dropout import KeyedDropout, key_of, position_mask
+from whale.nn.dropout import key_of
 from whale.nn.forwards import replace_forward
-from whale.nn.randomness import CallNames, KeyedRandom
+from whale.nn.keyed_modules import KeyedDropout, is_dropout, key_multihead
+from whale.nn.moe.stacked import StackedForward
+from whale.nn.randomness import CallNames, Draws, KeyedRandom, follow_all
 from whale.nn.shard import Shard
-from whale.runtime.context import StepContext
+from whale.runtime import generators, recompute
+
+_CLOSED = "in stacked experts that are split, where the order of rows depends on the routing"
+
+
+class Surroundings:
+    """What a stage's forward runs in: names of draws, keyed functions, untouched generators."""
+
+    def __init__(
+        self, names: CallNames, draws: Draws, mode: KeyedRandom | None, foreign: bool, ranks: int
+    ) -> None:
+        self.names, self.draws, self.mode = names, draws, mode
+        self.foreign, self.ranks = foreign, ranks
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around one forward of this rank."""
+        names, context = self.names, self.names.context
+        names.begin()
+        with ExitStack() as stack:
+            if self.foreign:
+                key = key_of(context.seed, context.step, "Python", context.micro_batch)
+                stack.enter_context(generators.seeded(key))
+            ranks = 1 if self.foreign else self.ranks
+            stack.enter_context(generators.untouched(context.step, ranks))
+            stack.enter_context(recompute.scope(names))
+            if self.mode is not None:
+                stack.enter_context(self.mode)
+            yield
+
+    def before(self, op: Op) -> None:
+        """Before an operation of a cut model: where in the whole forward it is."""
+        if op.layer is not None:
+            self.names.stack.clear()
+            self.names.counts.update(op.drawn)
+        elif op.random is not None:
+            path, number = op.random
+            self.names.stack[:] = [path]
+            self.names.counts[path] = number
 
 
 def install_randomness(
     local: nn.Module,
+    plan: Plan,
     captured: Captured,
-    context: StepContext,
     names: CallNames,
     shards: dict[str, Shard],
-    *,
-    whole: bool,
-) -> KeyedRandom | None:
-    """Keys every dropout; gives the mode for functional ones, if the model calls any."""
+) -> Surroundings:
+    """Keys every dropout module; the surroundings key the rest."""
+    seen = captured.random
+    cut = len(plan.stages) > 1
+    _check_foreign(seen, plan)
+    draws = Draws(names, seen.dims)
+    keyed: set[str] = set()
     for path, module in local.named_modules():
-        if type(module) is nn.Dropout:
-            keyed = KeyedDropout(module, path, context, captured.dropouts.get(path, 0))
-            keyed.shard = shards.get(path)
-            replace_forward(module, keyed)
+        if is_dropout(module):
+            dropout = KeyedDropout(module, path, draws)
+            dropout.shard = shards.get(path)
+            replace_forward(module, dropout)
+            keyed.add(path)
         elif isinstance(module, nn.MultiheadAttention):
-            _key_multihead(module, path, context, shards.get(path))
+            if _key_multihead(module, path, draws, shards.get(path)):
+                keyed.add(path)
         elif isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             raise WhaleError(
                 f"{path} ({type(module).__name__}) has dropout={module.dropout} between its "
@@ -48,77 +96,45 @@ def install_randomness(
         elif isinstance(module, nn.TransformerEncoderLayer):
             # Its inference shortcut reads the weights as if they were whole.
             module.activation_relu_or_gelu = 0
-    modules = dict(local.named_modules(remove_duplicate=False))
-    calls = _layer_calls(captured)
-    if whole:
-        _count_calls(modules, calls, context)
-    if not captured.random:
-        return None
-    for layer in captured.graph.layers:
-        made = sum(1 for path, _ in captured.random if path == layer.path)
-        names.watch(layer.path, modules[layer.path], made // max(1, calls.get(layer.path, 1)))
-    return KeyedRandom(names, captured.random)
+        if isinstance(module.__dict__.get("forward"), StackedForward):
+            names.close(_CLOSED, module)
+    others = seen.drawing - keyed
+    mode = None
+    if others or not seen.known:
+        mode = KeyedRandom(draws, cut=cut)
+        follow_all(
+            names,
+            ((p, m) for p, m in local.named_modules() if p in others or not seen.known),
+        )
+    draws.guarded = True
+    return Surroundings(names, draws, mode, bool(seen.foreign), plan.num_ranks)
 
 
-def _layer_calls(captured: Captured) -> dict[str, int]:
-    """How often each Layer is called in one forward."""
-    found: dict[str, int] = {}
-    for op in captured.program.ops if captured.program is not None else ():
-        if op.layer is not None:
-            found[op.layer] = found.get(op.layer, 0) + 1
-    return found
-
-
-def _count_calls(
-    modules: dict[str, nn.Module], calls: dict[str, int], context: StepContext
-) -> None:
-    """In a whole model, Layers called more than once number their own calls."""
-    for path, times in calls.items():
-        if times < 2:
-            continue
-        seen: dict[str, Any] = {"position": None, "calls": 0}
-
-        def enter(*_: Any, seen: dict[str, Any] = seen) -> None:
-            position = (context.step, context.micro_batch)
-            seen["calls"] = seen["calls"] + 1 if seen["position"] == position else 0
-            seen["position"] = position
-            context.enter_layer(seen["calls"])
-
-        def leave(*_: Any) -> None:
-            context.enter_layer(0)
-
-        modules[path].register_forward_pre_hook(enter, prepend=True)
-        modules[path].register_forward_hook(leave, always_call=True)
+def _check_foreign(seen: Randomness, plan: Plan) -> None:
+    replicas = max((len(s.virtual_device.replicas) for s in plan.stages), default=1)
+    if seen.foreign and seen.foreign_rows and replicas > 1:
+        raise WhaleError(
+            f"the model draws from {seen.foreign}, more numbers for more rows: {replicas} replicas "
+            "would draw the same for different rows",
+            hint="draw with torch's functions, which are keyed by seed, step and row",
+        )
 
 
 def _key_multihead(
-    module: nn.MultiheadAttention, path: str, context: StepContext, shard: Shard | None
-) -> None:
+    module: nn.MultiheadAttention, path: str, draws: Draws, shard: Shard | None
+) -> bool:
+    """Keys its dropout, if its forward is torch's or already ours."""
     forward: Any = module.__dict__.get("forward")
     while forward is not None and not isinstance(forward, MultiheadForward):
         forward = getattr(forward, "forward", None)
     if forward is None:
-        if not module.dropout:
-            return
-        if not supported(module):
-            raise WhaleError(
-                f"{path} (MultiheadAttention with kdim/vdim, bias_k or add_zero_attn) has dropout "
-                f"{module.dropout}",
-                hint="set its dropout to 0, or use scaled_dot_product_attention",
-            )
+        own = type(module).forward is nn.MultiheadAttention.forward
+        if not own or not module.dropout or not supported(module):
+            return False
         forward = MultiheadForward(module, None, lambda x, p: x)
         replace_forward(module, forward)
-    # The key has the number of the Layer's call already, which counts over all stages.
-    names = CallNames(context, by_entry=True)
-    names.layer = f"{path}.dropout"
-
-    def drop(x: torch.Tensor, p: float) -> torch.Tensor:
-        key = key_of(context.seed, context.step, *names.next())
-        key = key_of(key, context.layer_call, "call", 0)
-        sharded = (1, shard.low, shard.cuts[-1]) if shard is not None else None
-        return x * position_mask(x, p, key, context, 0, sharded) * (1.0 / (1.0 - p))
-
-    forward.drop = drop
+    key_multihead(forward, path, draws, shard)
+    return True
 
 
 def with_heads(module: nn.Module, shard: Shard, names: CallNames) -> None:
@@ -132,3 +148,4 @@ def with_heads(module: nn.Module, shard: Shard, names: CallNames) -> None:
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
+

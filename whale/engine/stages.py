@@ -6,20 +6,20 @@ several run the recorded glue around the user's Layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from whale.engine.program import Op, Program, Ref, ValueSpec, run_ops, tree_map
+from whale.engine.random import Surroundings
+from whale.engine.regions import Segment, run_region, segments
 from whale.errors import CaptureError
 from whale.nn.column_shard import plain
-from whale.nn.randomness import KeyedRandom
 from whale.runtime import batch as batches
-from whale.runtime.context import StepContext
 from whale.runtime.executor import Outcome
 from whale.runtime.means import MeanTracker
 
@@ -132,10 +132,10 @@ class WholeStage:
         model: nn.Module,
         loss: batches.Loss | None,
         outputs: frozenset[str],
-        random: KeyedRandom | None,
+        surroundings: Surroundings,
     ) -> None:
         self.model, self.loss, self.outputs = model, loss, outputs
-        self.random = random or nullcontext()
+        self.surroundings = surroundings
 
     def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
         """Runs the model on this rank's rows."""
@@ -147,7 +147,7 @@ class WholeStage:
             with tracker:
                 return loss(output, target)
 
-        with self.random if self.model.training else nullcontext():
+        with self.surroundings.around():
             if loss is None:
                 with tracker:
                     named = batches.call_model(self.model, None, batch)
@@ -161,6 +161,12 @@ class WholeStage:
         )
 
 
+def _called(layer: nn.Module) -> Callable[..., Any]:
+    """What calls a Layer: a `__call__` of its own is in the glue that was traced around it."""
+    own = type(layer).__call__ is not nn.Module.__call__
+    return partial(nn.Module.__call__, layer) if own else layer
+
+
 class CutStage:
     """One of several stages: its Layers, and the recorded glue around them."""
 
@@ -169,28 +175,34 @@ class CutStage:
         part: StageProgram,
         model: nn.Module,
         outputs: frozenset[str],
-        random: KeyedRandom | None,
+        surroundings: Surroundings,
         device: torch.device,
-        context: StepContext,
     ) -> None:
         self.part, self.outputs, self.device = part, outputs, device
-        self.context = context
-        self.random = random
+        self.surroundings = surroundings
         self.incoming: Mapping[int, list[int]] = part.incoming
         self.outgoing: Mapping[int, list[int]] = part.outgoing
         self.has_loss = part.result is not None
         modules = dict(model.named_modules(remove_duplicate=False))
-        self.layers = {op.layer: modules[op.layer] for op in part.ops if op.layer is not None}
+        self.layers = {op.layer: _called(modules[op.layer]) for op in part.ops if op.layer is not None}
         self.model = model
         last_layer = max((i for i, op in enumerate(part.ops) if op.layer is not None), default=0)
-        self.tail = last_layer if self.has_loss else len(part.ops)
+        tail = last_layer if self.has_loss else len(part.ops)
+        sent = {v for group in part.outgoing.values() for v in group} | set(_refs(part.result))
+        self.head = segments(part.ops[:tail], sent | {v for o in part.ops[tail:] for v in o.inputs})
+        self.tail = segments(part.ops[tail:], sent)
 
-    def _before(self, op: Op) -> None:
-        """Tells keyed dropout where in the whole model's forward this stage is."""
-        if op.layer is not None:
-            self.context.enter_layer(op.call)
-        elif op.random is not None and self.random is not None:
-            self.random.names.at(op.random)
+    def _run(
+        self,
+        parts: list[Segment],
+        values: dict[int, torch.Tensor],
+        run: Callable[[Sequence[Op], dict[int, torch.Tensor]], None],
+    ) -> None:
+        for part in parts:
+            if part.region is None or not torch.is_grad_enabled():
+                run(part.ops, values)
+            else:
+                run_region(part, values, run)
 
     def _state(self, name: str) -> torch.Tensor:
         owner, _, leaf = name.rpartition(".")
@@ -203,13 +215,15 @@ class CutStage:
         values = dict(enumerate(batches.leaves(batch)))
         values.update(received)
         tracker = MeanTracker()
-        random = self.random if self.model.training else None
-        with random or nullcontext():
-            ops = self.part.ops
-            shared = (rows, self.layers, self._state, self.device, self._before)
-            run_ops(ops[: self.tail], values, *shared)
+
+        def run(ops: Sequence[Op], values: dict[int, torch.Tensor]) -> None:
+            before = self.surroundings.before
+            run_ops(ops, values, rows, self.layers, self._state, self.device, before)
+
+        with self.surroundings.around():
+            self._run(self.head, values, run)
             with tracker:
-                run_ops(ops[self.tail :], values, *shared)
+                self._run(self.tail, values, run)
         sent = {v for group in self.outgoing.values() for v in group}
         outcome = Outcome(values={v: plain(values[v]) for v in sorted(sent)})
         if self.part.result is not None:

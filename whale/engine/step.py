@@ -227,6 +227,8 @@ class Step:
         self._settle()
         lowered = self._lowered
         lowered.model.eval()
+        # Draws of an evaluation are its own, whatever was trained or loaded before.
+        lowered.context.step = -1 - self.num_steps
         executor = lowered.executor
         training = executor.stages
         executor.stages = self._eval_stages()
@@ -249,7 +251,7 @@ class Step:
             flags = {module: module.training for module in self._model.modules()}
             self._model.eval()
             try:
-                captured = capture(self._model, self._example, self._loss)
+                captured = capture(self._model, self._example, self._loss, training=False)
             finally:
                 for module, flag in flags.items():
                     module.training = flag
@@ -263,9 +265,8 @@ class Step:
                 captured,
                 self._loss,
                 frozenset(self._outputs),
-                None,
+                self._lowered.surroundings,
                 self._lowered.device,
-                self._lowered.context,
             )
         return self._evaluating
 

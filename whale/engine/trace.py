@@ -11,15 +11,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from whale.engine.chance import Chances
+from whale.engine.draw_recorder import DrawRecorder, is_random
 from whale.engine.program import Op, Program, Ref, State, ValueSpec, tensors_in, tree_map
+from whale.engine.regions import Regions
 from whale.errors import CaptureError
 from whale.runtime.compat import real_tensors
 
@@ -27,7 +29,6 @@ _READS = {
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
     "item", "tolist", "numpy", "is_nonzero", "equal", "__array__",
 }  # fmt: skip
-_RANDOM = ("rand", "bernoulli", "normal", "dropout", "multinomial", "uniform", "exponential")
 # A constant larger than this is not kept as a real tensor beside its fake one.
 _CONSTANT_ELEMENTS = 1 << 26
 
@@ -51,21 +52,6 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     return tensor
 
 
-_ATTENTION = "scaled_dot_product_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class RandomCall:
-    """A random function seen in a Layer or in glue, and the shape it draws (None.
-
-    Not one Whale keys).
-    """
-
-    layer: str
-    name: str
-    shape: tuple[int, ...] | None
-
-
 class GlueTracer(TorchFunctionMode):
     """Records torch functions called in glue; `layer_call` records Layers."""
 
@@ -79,9 +65,9 @@ class GlueTracer(TorchFunctionMode):
         self.from_layers: set[int] = set()
         self.constants: dict[int, torch.Tensor] = {}
         self.paused = 0
-        self.layer = ""
-        self.training = True
-        self.calls: list[RandomCall] = []
+        self.recorder = DrawRecorder()
+        self.chances = Chances(self.constants)
+        self.regions = Regions()
         for tensor in inputs:
             self._value(tensor, pure=True)
 
@@ -144,12 +130,13 @@ class GlueTracer(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
-        random: bool = False,
+        random: tuple[str, int] | None = None,
+        drawn: dict[str, int] | None = None,
     ) -> None:
         """Appends an operation whose result was `out`."""
         where = user_line()
         (ref_args, ref_kwargs), pure, names = self.reference((args, kwargs), where)
-        pure = pure and layer is None and not random
+        pure = pure and layer is None and random is None
         outputs = tuple(self._value(tensor, pure=pure) for tensor in tensors_in(out))
         if layer is not None:
             self.from_layers.update(outputs)
@@ -163,28 +150,19 @@ class GlueTracer(TorchFunctionMode):
                 where=where,
                 pure=pure,
                 state=names,
-                random=self._glue_number() if random else None,
-                call=sum(1 for op in self.program.ops if layer is not None and op.layer == layer),
+                random=random,
+                drawn=drawn or {},
+                region=self.regions.current,
             )
         )
 
-    def _glue_number(self) -> int:
-        return sum(1 for call in self.calls if call.layer == "") - 1
-
-    def _note_random(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> None:
-        if func is F.dropout:
-            drawn = tuple(args[0].shape if args else kwargs["input"].shape)
-            self.calls.append(RandomCall(self.layer, name, drawn))
-        elif name == _ATTENTION:
-            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-            if p:
-                q, k = (
-                    args[i] if len(args) > i else kwargs[n] for i, n in ((0, "query"), (1, "key"))
-                )
-                drawn = (*q.shape[:-1], k.shape[-2])
-                self.calls.append(RandomCall(self.layer, name, drawn))
-        elif self.training and not name.endswith("_"):
-            self.calls.append(RandomCall(self.layer, name, None))
+    def region(
+        self, function: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> AbstractContextManager[None] | None:
+        """A checkpoint in the glue: its inside is traced, and marked. In a Layer it is torch's."""
+        if self.paused:
+            return None
+        return self.regions.enter(tensors_in(args), options, user_line())
 
     def layer_call(
         self, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -193,13 +171,12 @@ class GlueTracer(TorchFunctionMode):
         if self.paused:
             return forward(*args, **kwargs)
         self.paused += 1
-        self.layer = path
+        drawn = dict(self.recorder.names.counts)
         try:
             out = forward(*args, **kwargs)
         finally:
             self.paused -= 1
-            self.layer = ""
-        self.record(layer=path, target=None, args=args, kwargs=kwargs, out=out)
+        self.record(layer=path, target=None, args=args, kwargs=kwargs, out=out, drawn=drawn)
         return out
 
     def __torch_function__(
@@ -207,15 +184,20 @@ class GlueTracer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if any(word in name for word in _RANDOM) or name == _ATTENTION:
-            self._note_random(func, name, args, kwargs)
-        if self.paused:
-            return func(*args, **kwargs)
         if name in _READS:
             return self._read(func, name, args, kwargs)
         if name == "__setitem__":
             func, name = set_item, "set_item"
-        out = func(*args, **kwargs)
+        drawn = None
+        if is_random(func):
+            out = self.recorder.__torch_function__(func, (), args, kwargs)
+            drawn = self.recorder.last
+            self._check_generator(kwargs)
+        else:
+            out = func(*args, **kwargs)
+        self.chances.follow(func, name, args, kwargs, out, drawn)
+        if self.paused:
+            return None if func is set_item else out
         if name == "__get__":
             if not tensors_in(out):
                 return out
@@ -225,10 +207,18 @@ class GlueTracer(TorchFunctionMode):
             return out
         made = tensors_in(out)
         if made:
-            random = any(word in name for word in _RANDOM)
-            self._keep_constant(func, args, kwargs, out, random)
-            self.record(layer=None, target=func, args=args, kwargs=kwargs, out=out, random=random)
+            self._keep_constant(func, args, kwargs, out, drawn is not None)
+            self.record(layer=None, target=func, args=args, kwargs=kwargs, out=out, random=drawn)
         return None if func is set_item else out
+
+    def _check_generator(self, kwargs: Any) -> None:
+        if not self.paused and kwargs.get("generator") is not None:
+            raise CaptureError(
+                "the glue between stages draws from a torch.Generator of its own, which other "
+                "stages do not share",
+                hint="leave `generator` out: draws are keyed by seed, step and row then",
+                where=user_line(),
+            )
 
     def _constant_args(self, value: Any) -> Any | None:
         known = True
@@ -262,15 +252,20 @@ class GlueTracer(TorchFunctionMode):
 
     def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         known = self._constant_args((args, kwargs))
+        if known is None and self.paused:
+            known = self.chances.typical_args((args, kwargs))
+            if known is None:
+                return func(*args, **kwargs)
         if known is not None:
             with real_tensors():
                 return func(*known[0], **known[1])
+        drawn = self.chances.typical_args((args, kwargs)) is not None
         raise CaptureError(
-            f"the glue between stages reads the value of a tensor that depends on the batch "
-            f"(`{resolve_name(func) or name}`)",
-            hint="put this code inside one annotated module, where it runs as it stands; or pass "
-            "the decision in as "
-            "a Python value",
+            "the glue between stages reads the value of a tensor that depends on "
+            + ("a random draw" if drawn else "the batch")
+            + f" (`{resolve_name(func) or name}`)",
+            hint="put this code inside one annotated module, where it runs as it stands; or "
+            + ("use one stage" if drawn else "pass the decision in as a Python value"),
             where=user_line(),
         )
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
 
 from whale.errors import WhaleError
 from whale.nn.column_shard import plain
 from whale.nn.shard import Shard
+from whale.runtime.recompute import RerunMode
 
 Drop = Callable[[torch.Tensor, float], torch.Tensor]
 
@@ -72,7 +72,7 @@ def own_mask(mask: torch.Tensor, shard: Shard, heads: int) -> torch.Tensor:
     return entered.narrow(-3, shard.low * (heads // shard.cuts[-1]), shard.local(heads))
 
 
-class _Masks(TorchFunctionMode):
+class _Masks(RerunMode):
     """Cuts the mask of `scaled_dot_product_attention`; every other function runs as it is."""
 
     def __init__(self, shard: Shard) -> None:

@@ -1,8 +1,8 @@
 """Dropout keyed by seed, step, module and global sample: the same masks under every layout.
 
-Place in the flow: installed by `engine.lower` on every `nn.Dropout`. An element's fate is a hash of
-where it is in the whole tensor of the whole batch, so it does not matter which rank, micro-batch or
-shard computes it.
+Place in the flow: under `nn.keyed_modules` (dropout as a module) and `nn.randomness` (as a
+function). An element's fate is a hash of where it is in the whole tensor of the whole batch, so it
+does not matter which rank, micro-batch or shard computes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 
-from whale.nn.shard import Shard
 from whale.runtime.context import StepContext
 
 _MASK = 0xFFFFFFFF
@@ -39,6 +38,20 @@ def key_of(seed: int, step: int, name: str, call: int) -> int:
     return key
 
 
+def position_hash(
+    shape: Sequence[int], key: int, offsets: Sequence[int], batch_dim: int, device: torch.device
+) -> torch.Tensor:
+    """32 bits for each element, by `key` and its place: `offsets` is where the tensor starts."""
+    counter = torch.full((), key, dtype=torch.int64, device=device)
+    for dim in [batch_dim, *(d for d in range(len(shape)) if d != batch_dim)]:
+        index = torch.arange(offsets[dim], offsets[dim] + shape[dim], device=device)
+        index = index.view([-1 if d == dim else 1 for d in range(len(shape))])
+        # The sample's own hash first, then a mixed coordinate at a time: broadcasting keeps all but
+        # the last round small.
+        counter = _mix((counter ^ (index & _MASK)) & _MASK)
+    return counter
+
+
 def keep_mask(
     shape: Sequence[int],
     p: float,
@@ -51,19 +64,12 @@ def keep_mask(
     sharded: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Which elements stay; `sharded` is (dim, first, whole size) of a dim that is a part."""
-    sizes = list(shape)
-    offsets = _offsets(sizes, first_row, rows, batch_dim, sharded)
-    counter = torch.full((), key, dtype=torch.int64, device=device)
-    for dim in [batch_dim, *(d for d in range(len(sizes)) if d != batch_dim)]:
-        index = torch.arange(offsets[dim], offsets[dim] + sizes[dim], device=device)
-        index = index.view([-1 if d == dim else 1 for d in range(len(sizes))])
-        # The sample's own hash first, then a mixed coordinate at a time: broadcasting keeps all but
-        # the last round small.
-        counter = _mix((counter ^ (index & _MASK)) & _MASK)
+    offsets = offsets_of(shape, first_row, rows, batch_dim, sharded)
+    counter = position_hash(shape, key, offsets, batch_dim, device)
     return counter >= int(p * (_MASK + 1))
 
 
-def _offsets(
+def offsets_of(
     shape: Sequence[int],
     first_row: int,
     rows: int,
@@ -76,37 +82,6 @@ def _offsets(
         offsets[sharded[0]] = sharded[1]
     offsets[batch_dim] = first_row * (shape[batch_dim] // rows if rows else 1)
     return offsets
-
-
-class KeyedDropout:
-    """The forward of an `nn.Dropout` on this rank's copy."""
-
-    def __init__(
-        self, module: torch.nn.Module, name: str, context: StepContext, batch_dim: int | None = 0
-    ) -> None:
-        self.module, self.name, self.context, self.batch_dim = module, name, context, batch_dim
-        self.shard: Shard | None = None
-        """Of the split it is inside of: it sees a part of the columns, and maybe more rows."""
-        self._position: tuple[int, ...] = ()
-        self._calls = 0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The replaced forward."""
-        p = float(self.module.p)  # type: ignore[arg-type]
-        if not self.module.training or p == 0.0:
-            return x
-        context = self.context
-        position = (context.step, context.stage, context.micro_batch, context.layer_entry)
-        if position != self._position:
-            self._position, self._calls = position, 0
-        key = key_of(context.seed, context.step, self.name, self._calls)
-        key = key_of(key, context.layer_call, "call", 0)
-        self._calls += 1
-        if self.shard is None:
-            return drop(x, p, key, context, self.batch_dim, None)
-        sharded = (x.dim() - 1, *self.shard.span(x.shape[-1]))
-        with self.shard.all_rows():
-            return drop(x, p, key, context, self.batch_dim, sharded)
 
 
 def drop(
@@ -128,7 +103,7 @@ def drop(
 
         if dropout_kernel.takes(x):
             key, first_row, rows, dim = _placed(x, key, context, batch_dim)
-            offsets = _offsets(x.shape, first_row, rows, dim, sharded)
+            offsets = offsets_of(x.shape, first_row, rows, dim, sharded)
             return dropout_kernel.drop(x, p, key, offsets, dim)
     return x * position_mask(x, p, key, context, batch_dim, sharded) * (1.0 / (1.0 - p))
 

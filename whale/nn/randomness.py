@@ -1,74 +1,170 @@
-"""Functional dropout, keyed: `F.dropout` and attention dropout called in the user's own code.
+"""Randomness, keyed: every random function of torch that user code calls.
 
-Place in the flow: a mode around a stage's forward in training, there only when capture saw such
-calls. A call is named by its Layer and its number in that Layer, so the mask does not depend on the
-layout.
+Place in the flow: a mode around a stage's forward, or around a plain model in one process
+(`PlainDraws`), which then sees the very numbers that Whale would give it. A draw is named by the
+module that makes it and its number among that module's draws in this forward. Its numbers are
+functions of seed, step, name and place in the global batch, so they do not depend on the layout;
+what has no batch in it is drawn once per micro-batch, the same everywhere.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
 
-from whale.nn.attention import attend
-from whale.nn.dropout import drop, key_of
+from whale.errors import WhaleError
+from whale.nn.draws import Place
+from whale.nn.dropout import drop, key_of, offsets_of
+from whale.nn.random_calls import COMPOSED, HANDLERS, opened
+from whale.runtime import recompute
 from whale.runtime.context import StepContext
+from whale.runtime.generators import check_unseeded
 
-BatchDims = dict[tuple[str, int], int | None]
+Name = tuple[str, int]
+"""The path of the module that draws, and which of its draws it is."""
+
+UNKNOWN = -1
+"""The batch dim of a draw whose rows cannot be told."""
+
+BatchDims = Mapping[Name, int | None]
+"""Where the batch is in each draw; None: it has none."""
 
 
 class CallNames:
-    """Which Layer is running, and how many random calls it has made in this micro-batch.
+    """Which module is running, and how many draws each has made in this forward.
 
-    With `by_entry` the count begins again whenever a Layer begins, be it in another stage.
+    It is also what a recomputed forward comes back to, with the context.
     """
 
-    def __init__(self, context: StepContext, *, by_entry: bool = False) -> None:
-        self.context, self.by_entry = context, by_entry
-        self.layer = ""
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        self.stack: list[str] = []
+        self.counts: dict[str, int] = {}
         self.heads: tuple[int, int, int] | None = None
         """(first, own, all) units of the attention now running, when it is split."""
-        self._position = (-1, -1, -1, -1)
-        self._calls: dict[str, int] = {}
+        self.closed = ""
+        """Why nothing may be drawn in the code now running; empty: it may."""
 
-    def _begin(self) -> None:
-        """Forgets the calls of another micro-batch."""
-        context = self.context
-        entry = context.layer_entry if self.by_entry else 0
-        position = (context.step, context.stage, context.micro_batch, entry)
-        if position != self._position:
-            self._position, self._calls = position, {}
+    def begin(self) -> None:
+        """A forward begins."""
+        self.stack.clear()
+        self.counts.clear()
+        self.heads, self.closed = None, ""
 
-    def next(self) -> tuple[str, int]:
-        """The name of the call being made now."""
-        self._begin()
-        number = self._calls.get(self.layer, 0)
-        self._calls[self.layer] = number + 1
-        return self.layer, number
+    def next(self, path: str | None = None) -> Name:
+        """The name of the draw being made now, by the module at `path` if given."""
+        if path is None:
+            path = self.stack[-1] if self.stack else ""
+        number = self.counts.get(path, 0)
+        self.counts[path] = number + 1
+        return path, number
 
-    def at(self, number: int) -> None:
-        """The next random call is number `number` of the glue."""
-        self._begin()
-        self._calls[""] = number
-
-    def watch(self, path: str, layer: nn.Module, per_call: int) -> None:
-        """Follows a Layer in and out; it makes `per_call` random calls each time."""
+    def follow(self, path: str, module: nn.Module) -> list[Any]:
+        """Draws made while `module` runs are its own, but for those of modules in it."""
 
         def enter(*_: Any) -> None:
-            self._begin()
-            self.layer = path
-            # A Layer called again, maybe in a later stage, goes on where its first call stopped.
-            self._calls[path] = self.context.layer_call * per_call
+            self.stack.append(path)
 
         def leave(*_: Any) -> None:
-            self.layer = ""
+            self.stack.pop()
 
-        layer.register_forward_pre_hook(enter)
-        layer.register_forward_hook(leave, always_call=True)
+        return [
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def close(self, why: str, module: nn.Module) -> None:
+        """Nothing may be drawn while `module` runs."""
+
+        def enter(*_: Any) -> None:
+            self.closed = why
+
+        def leave(*_: Any) -> None:
+            self.closed = ""
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+    def position(self) -> Any:
+        """Where the forward is now."""
+        return (
+            dataclasses.astuple(self.context),
+            list(self.stack),
+            dict(self.counts),
+            self.heads,
+            self.closed,
+        )
+
+    @contextmanager
+    def at(self, position: Any) -> Iterator[None]:
+        """Inside, the forward is where it was."""
+        now = self.position()
+        self._go(position)
+        try:
+            yield
+        finally:
+            self._go(now)
+
+    def _go(self, position: Any) -> None:
+        values, stack, counts, self.heads, self.closed = position
+        for field, value in zip(dataclasses.fields(self.context), values, strict=True):
+            setattr(self.context, field.name, value)
+        self.stack, self.counts = list(stack), dict(counts)
+
+
+class Draws:
+    """Where each draw of a model has its batch, and so the key and the rows of a draw."""
+
+    def __init__(self, names: CallNames, dims: BatchDims) -> None:
+        self.names, self.dims = names, dict(dims)
+        by_path: dict[str, set[int | None]] = {}
+        for (path, _), dim in self.dims.items():
+            by_path.setdefault(path, set()).add(dim)
+        self._alike = {path: next(iter(d)) for path, d in by_path.items() if len(d) == 1}
+        self.lenient = False
+        """Whether a draw whose rows cannot be told is one of the micro-batch, wherever it is."""
+        self.guarded = False
+        """Whether generators are watched around the forward."""
+        self.unplaced: list[Name] = []
+        """Draws whose rows could not be told."""
+
+    def where(self, name: Name, shape: Sequence[int]) -> tuple[int, int | None]:
+        """The key of a draw, and its batch dim (None: one draw for the micro-batch)."""
+        path, number = name
+        context = self.names.context
+        if self.names.closed:
+            raise WhaleError(
+                f"{path or 'the model'} draws random numbers {self.names.closed}",
+                hint="draw them outside of this module, or do not split it",
+            )
+        if self.guarded and not recompute.rerunning():
+            check_unseeded()
+        key = key_of(context.seed, context.step, path, number)
+        dim = self.dims.get(name, self._alike.get(path, UNKNOWN))
+        if dim is None or not shape:
+            return key, None
+        fits = 0 <= dim < len(shape) and (not context.rows or shape[dim] % context.rows == 0)
+        if fits:
+            return key, dim
+        self.unplaced.append(name)
+        if context.rows == context.micro_rows or self.lenient or not _count(shape):
+            return key, None
+        raise WhaleError(
+            f"{path or 'the model'} draws random numbers of shape {tuple(shape)}, and it cannot be "
+            f"told which of them belong to which row: this replica has {context.rows} of the "
+            f"{context.micro_rows} rows of micro-batch {context.micro_batch}",
+            hint="draw them with the batch as a dim of its own, in code that runs on any rows; or "
+            "use one replica",
+        )
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
 
 
 def _head_span(local: int, units: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -77,79 +173,193 @@ def _head_span(local: int, units: tuple[int, int, int]) -> tuple[int, int, int]:
     return 1, first * per_unit, every * per_unit
 
 
-class KeyedRandom(TorchFunctionMode):
-    """Replaces dropout functions by keyed ones."""
+class KeyedRandom(recompute.RerunMode):
+    """Replaces random functions by keyed ones."""
 
-    def __init__(self, names: CallNames, dims: BatchDims) -> None:
+    def __init__(self, draws: Draws, *, cut: bool = False) -> None:
         super().__init__()
-        self.names, self.dims = names, dims
+        self.draws, self.names, self.cut = draws, draws.names, cut
+        self.fold = 0
+        """Heads that are in one dim with the rows, inside torch's own multi-head attention."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout:
-            return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        handler = HANDLERS.get(func)
+        if handler is None:
+            if func in COMPOSED:
+                with self:
+                    return opened(func, self)(*args, **kwargs)
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            return self.own_generator(handler, func, args, kwargs)
+        kwargs.pop("generator", None)
+        return handler(self, *args, **kwargs)
 
-    def _dropout(
-        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> torch.Tensor:
-        name = self.names.next()
-        if not training or p == 0.0:
-            return input
-        return self.drop(input, p, name)
+    # ---- what handlers ask for -------------------------------------------------------------------
 
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if dropout_p == 0.0:
-            return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        name = self.names.next()
-        return attend(
-            query,
-            key,
-            value,
-            mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            drop=lambda x, p: self.drop(x, p, name, self.names.heads),
+    def place(self, shape: Sequence[int], device: Any = None) -> Place:
+        """Where a draw of this shape is; it counts as made."""
+        shape = tuple(shape)
+        key, dim = self.draws.where(self.names.next(), shape)
+        context = self.names.context
+        if dim is None:
+            key = key_of(key, context.micro_batch, "micro-batch", 0)
+        rows = context.rows if dim is not None else (shape[0] if shape else 1)
+        first = context.first_row if dim is not None else 0
+        offsets = offsets_of(shape, first, rows, dim or 0, None) if shape else []
+        return Place(
+            key=key,
+            shape=shape,
+            offsets=tuple(offsets),
+            batch_dim=dim or 0,
+            device=torch.device(device) if device is not None else torch.get_default_device(),
         )
 
-    def drop(
-        self,
-        x: torch.Tensor,
-        p: float,
-        name: tuple[str, int],
-        heads: tuple[int, int, int] | None = None,
-    ) -> torch.Tensor:
-        """`x` with the keyed mask of the call `name`.
+    def place_whole(self, shape: Sequence[int], device: Any = None) -> Place:
+        """The same for numbers that make sense together only: a permutation."""
+        path, context = self._path(), self.names.context
+        dim = self.draws.dims.get((path, self.names.counts.get(path, 0)), UNKNOWN)
+        if dim is not None and context.rows != context.micro_rows:
+            raise WhaleError(
+                f"{path or 'the model'} draws a permutation of {shape[0]}, which has to do with "
+                f"the rows, and this replica has {context.rows} of the {context.micro_rows} rows "
+                "of a micro-batch",
+                hint="mix rows before they come to the model, or use one replica",
+            )
+        return self.place(shape, device)
 
-        `heads` is (first, own, all) where dim 1 is a part.
-        """
-        context = self.names.context
-        layer, number = name
-        dim = self.dims.get(name, 0)
-        key = key_of(context.seed, context.step, f"{layer}()", number)
+    def _path(self) -> str:
+        return self.names.stack[-1] if self.names.stack else ""
+
+    def dropped(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        """`x` with elements dropped, the others scaled."""
+        if self.fold and x.dim() == 3 and x.shape[0] % self.fold == 0:
+            apart = x.unflatten(0, (-1, self.fold)) if len(x) else x.unsqueeze(1)
+            return self.dropped(apart, p).reshape(x.shape)
+        if not x.dim():
+            return self.dropped(x.unsqueeze(0), p).squeeze(0)
+        key, dim = self.draws.where(self.names.next(), x.shape)
+        return drop(x, p, key, self.names.context, dim, None)
+
+    def attention_dropped(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        """The same of probabilities [rows, heads, ...], of which the heads may be a part."""
+        heads = self.names.heads
+        key, dim = self.draws.where(self.names.next(), x.shape)
         sharded = _head_span(x.shape[1], heads) if heads is not None else None
-        return drop(x, p, key, context, dim, sharded)
+        return drop(x, p, key, self.names.context, dim, sharded)
+
+    def spared(self, shape: Sequence[int]) -> None:
+        """A call that could draw and does not, as dropout at 0."""
+        self.names.next()
+
+    def expect(self, shape: Sequence[int] | None) -> None:
+        """What a handler is about to draw, where it computes much before; None: nothing."""
+
+    def own_generator(self, handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """A draw from a generator of the user's, whose numbers are the user's own.
+
+        They are what one device draws as long as this rank makes all the draws of one device.
+        """
+        shape, _ = noted(self, handler, args, kwargs)
+        dim = self.draws.dims.get(self.names.next(), UNKNOWN)
+        context = self.names.context
+        alone = context.rows == context.micro_rows
+        if self.cut or not (alone or dim is None):
+            raise WhaleError(
+                f"{self._path() or 'the model'} draws numbers of shape {shape} from a torch.Generator of its own, "
+                + (
+                    "of which other stages would have to draw too"
+                    if self.cut
+                    else f"for {context.rows} of the {context.micro_rows} rows of a micro-batch"
+                ),
+                hint="leave `generator` out: draws are keyed by seed, step and row then",
+            )
+        return func(*args, **kwargs)
+
+
+class _Noted(Exception):  # noqa: N818 - it is an answer, not an error
+    def __init__(self, shape: Sequence[int] | None, drawn: bool) -> None:
+        self.shape, self.drawn = None if shape is None else tuple(shape), drawn
+
+
+class _Noting(KeyedRandom):
+    """Says the shape of a draw instead of drawing."""
+
+    def place(self, shape: Sequence[int], device: Any = None) -> Place:
+        raise _Noted(shape, True)
+
+    def place_whole(self, shape: Sequence[int], device: Any = None) -> Place:
+        raise _Noted(shape, True)
+
+    def dropped(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        shape = tuple(x.shape)
+        if self.fold and len(shape) == 3 and shape[0] % self.fold == 0:
+            shape = (shape[0] // self.fold, self.fold, *shape[1:])
+        raise _Noted(shape, True)
+
+    def spared(self, shape: Sequence[int]) -> None:
+        raise _Noted(shape, False)
+
+    def expect(self, shape: Sequence[int] | None) -> None:
+        raise _Noted(shape, shape is not None)
+
+
+def noted(
+    mode: KeyedRandom, handler: Any, args: Any, kwargs: Any
+) -> tuple[tuple[int, ...] | None, bool]:
+    """The shape of a random function's draw, if it can draw, and whether it does."""
+    noting = _Noting(mode.draws)
+    noting.fold = mode.fold
+    given = {name: value for name, value in kwargs.items() if name != "generator"}
+    try:
+        handler(noting, *args, **given)
+    except _Noted as found:
+        return found.shape, found.drawn
+    return None, False
+
+
+class PlainDraws:
+    """The same draws around a plain model: nothing in it is replaced, its modules are followed.
+
+    Args:
+        model: In one process, on all rows of its micro-batches or on some.
+        dims: Where its draws have their batch: `Captured.random`.
+        seed: Of the Config.
+    """
+
+    def __init__(self, model: nn.Module, dims: BatchDims, seed: int) -> None:
+        self.model = model
+        self.names = CallNames(StepContext(seed=seed))
+        self.draws = Draws(self.names, dims)
+        self.mode = KeyedRandom(self.draws)
+
+    @contextmanager
+    def at(
+        self,
+        *,
+        step: int,
+        micro_batch: int = 0,
+        first_row: int = 0,
+        rows: int,
+        micro_rows: int | None = None,
+    ) -> Iterator[None]:
+        """Around one forward, on `rows` rows that start at `first_row` of the global batch."""
+        context = self.names.context
+        context.step, context.micro_batch, context.first_row = step, micro_batch, first_row
+        context.rows = rows
+        context.micro_rows = rows if micro_rows is None else micro_rows
+        self.names.begin()
+        hooks = follow_all(self.names, self.model.named_modules())
+        try:
+            with recompute.scope(self.names), self.mode:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def follow_all(names: CallNames, modules: Iterable[tuple[str, nn.Module]]) -> list[Any]:
+    """Follows these modules; the handles of the hooks."""
+    return [hook for path, module in modules for hook in names.follow(path, module)]

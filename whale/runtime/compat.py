@@ -6,7 +6,7 @@ Place in the flow: below runtime, nn and engine. When torch moves, this is the f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import _symmetric_memory
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import flop_registry
 
 
@@ -95,3 +97,24 @@ def symmetric_buffer(nbytes: int, group: dist.ProcessGroup) -> tuple[torch.Tenso
     buffer = _symmetric_memory.empty(nbytes // 4, dtype=torch.float32, device=device)
     handle = _symmetric_memory.rendezvous(buffer, group)
     return buffer.view(torch.uint8), cast(SymmetricBuffer, handle)
+
+
+def function_modes() -> list[Any]:
+    """The function modes now active, the outermost first."""
+    return list(_get_current_function_mode_stack())
+
+
+def wrap_checkpoint(
+    reentrant: Callable[[Any], Any], frames: Callable[[Any], Callable[..., Iterator[None]]]
+) -> None:
+    """Puts wrappers around the two things `torch.utils.checkpoint.checkpoint` calls, once.
+
+    `reentrant` gets the autograd.Function of the one kind, `frames` the generator around the
+    forward of the other. Both are looked up when checkpoint runs, whoever imported it from where.
+    """
+    module: Any = torch_checkpoint
+    if isinstance(module.CheckpointFunction, type):
+        module.CheckpointFunction = reentrant(module.CheckpointFunction)
+        module._checkpoint_without_reentrant_generator = frames(
+            module._checkpoint_without_reentrant_generator
+        )

@@ -25,15 +25,6 @@ class StepContext:
     micro_rows: int = 0
     first_row: int = 0
     rows: int = 0
-    layer_call: int = 0
-    """How many times the Layer now running was called before in this forward, over all stages."""
-    layer_entry: int = 0
-    """Counts the entries into Layers, so that calls inside one can be numbered."""
-
-    def enter_layer(self, call: int) -> None:
-        """A Layer begins its call number `call`."""
-        self.layer_call = call
-        self.layer_entry += 1
 
 
 @dataclass(frozen=True, slots=True)

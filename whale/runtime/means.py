@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
 
 from whale.errors import WhaleError
+from whale.runtime.recompute import RerunMode
 
 Count = tuple[torch.Tensor, tuple[Any, ...]]
 """Number of averaged elements, and what it was counted from: equal origins are equal counts."""
@@ -110,7 +110,7 @@ _LINEAR = frozenset(
 )
 
 
-class MeanTracker(TorchFunctionMode):
+class MeanTracker(RerunMode):
     """Follows means to the loss.
 
     After the code ran, `count(loss)` says how many elements it averaged.
@@ -121,6 +121,10 @@ class MeanTracker(TorchFunctionMode):
         self.counts: dict[int, Count] = {}
         self.keep: list[torch.Tensor] = []
         self.clash: list[int] = []
+
+    def again(self) -> MeanTracker:
+        """Computes means the same way, and counts nothing twice."""
+        return MeanTracker()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -22,6 +22,7 @@ from whale.errors import WhaleError
 from whale.nn.moe import router as routing
 from whale.nn.moe.experts import ACTIVATIONS, expert_ffn, moe_ffn
 from whale.nn.moe.router import ROUTERS, Alone, Meeting, Routed
+from whale.runtime.recompute import install, remember, rerunning
 
 BALANCES = ("bias", "loss", "none")
 
@@ -114,6 +115,7 @@ class MoE(nn.Module):
             "tokens_seen", torch.zeros(num_experts, dtype=torch.long), persistent=False
         )
         self.register_buffer("tokens_dropped", torch.zeros((), dtype=torch.long), persistent=False)
+        install()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -232,7 +234,8 @@ class MoE(nn.Module):
         if self.router_kind == "expert-choice":
             factor = self.capacity_factor or float(self.top_k)
             return routing.chosen_by_experts(scores, factor, meeting, valid), scores
-        bias = self.bias if self.balance == "bias" else None
+        # A checkpoint's second forward chooses as the first did; the bias has moved since.
+        bias = remember(self.bias.clone) if self.balance == "bias" else None
         ids, gates = routing.choose(scores, bias, self.top_k, prototypes=prototypes)
         routed = routing.with_room(
             ids, gates, self.num_experts, self.capacity_factor, meeting, valid
@@ -247,7 +250,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def _count(self, routed: Routed) -> None:
-        if not self.training:
+        if not self.training or rerunning():
             return
         load = routed.wanted.sum((0, 1))
         self.tokens_seen += load

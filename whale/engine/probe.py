@@ -1,0 +1,72 @@
+"""Probe: the draws of a model that cannot run on fake tensors, seen on a few real rows.
+
+Place in the flow: end of `engine.capture`. A forward that reads values (how many rows chose an
+expert, whether anything is padded) has no run on fakes, and data parallelism needs none; but where
+its random numbers have their batch must be known, or replicas would draw the same ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.engine.draw_recorder import Drawn, DrawRecorder, Randomness, randomness
+from whale.engine.graph import Run
+from whale.nn.randomness import Name, follow_all
+from whale.runtime import batch as batches
+from whale.runtime import generators
+from whale.runtime.generators import Asked
+
+ROWS = (2, 3)
+
+
+def seen_draws(
+    first: Run,
+    second: Run,
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    training: bool,
+) -> Randomness:
+    """What capture's runs saw the model draw, or a run on real rows where there were none."""
+    calls, asked = (first.calls, second.calls), (first.asked, second.asked)
+    known = bool(first.result)
+    if not known:
+        found = [_probed(model, batch, loss, rows, training) for rows in ROWS]
+        known = all(done for _, _, done in found)
+        calls = (found[0][0], found[1][0])
+        asked = (found[0][1], found[1][1])
+    return randomness(
+        calls[0],
+        calls[1],
+        ROWS,
+        known=known,
+        foreign=" and ".join(asked[0].moved),
+        foreign_rows=asked[0].end != asked[1].end,
+    )
+
+
+def _probed(
+    model: nn.Module, batch: Any, loss: batches.Loss | None, rows: int, training: bool
+) -> tuple[dict[Name, Drawn], Asked, bool]:
+    """The draws of one forward on `rows` real rows, and whether it came to its end."""
+    recorder = DrawRecorder()
+    tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
+    if any(t.is_meta for t in tensors) or not batches.num_rows(batch):
+        return recorder.calls, Asked(), False
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    twin = copy.deepcopy(model)
+    if training and not twin.training:
+        twin.train()
+    few = batches.spread_rows(batch, rows, device)
+    follow_all(recorder.names, twin.named_modules())
+    with generators.seeded(0) as asked:
+        try:
+            with torch.no_grad(), recorder:
+                batches.call_model(twin, loss, few)
+        except Exception:  # noqa: BLE001 - whatever a user's forward raises on so few rows
+            return recorder.calls, asked, False
+    return recorder.calls, asked, True
