@@ -25,7 +25,6 @@ from tests.distributed.faults import (
     Plant,
     Skip,
     _scale,
-    cross_entropy,
     dropping,
     plain,
     rank,
@@ -36,7 +35,7 @@ from tests.distributed.faults import (
     vectors,
 )
 from whale.engine import lower, step
-from whale.nn import batch_norm, dropout
+from whale.nn import dropout
 from whale.runtime import batch as batches
 from whale.runtime import data, executor, grads, means
 
@@ -89,13 +88,13 @@ class Odd(nn.Module):
         self.register_buffer("flags", torch.tensor([True, False, True]))
         self.register_buffer("whole", torch.arange(4, dtype=torch.int16))
         self.register_buffer("waves", torch.polar(torch.ones(8), torch.arange(8.0)))
-        self.register_buffer("half", torch.linspace(0, 1, 8, dtype=torch.float16))
+        self.register_buffer("halves", torch.linspace(0, 1, 8, dtype=torch.float16))
         self.register_buffer("nothing", torch.zeros(2))
         self.register_buffer("turned", torch.arange(12.0).reshape(3, 4).T)
         self.frozen = nn.Parameter(torch.full((2,), -1e38), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(self.first(x)) * self.half
+        h = self.norm(self.first(x)) * self.halves
         h = torch.view_as_real(torch.complex(h, h) * self.waves).sum(-1)
         masked = torch.where(self.flags, self.shut[0].exp(), self.huge[0].exp())
         return self.last(h) + masked.sum()
@@ -166,13 +165,14 @@ CASES: dict[str, Case] = {
     ),
     "odd": Case(Odd, replicated, vectors(5)),
     "own-loss": Case(OwnLoss, replicated, keyed(6), config=MICRO_2, loss=None),
-    "weighted": Case(plain, STAGED, vectors(6), config=MICRO_2, loss=Weighted()),
+    "weighted": Case(plain, replicated, vectors(6), 1, config=MICRO_2, loss=Weighted()),
     "stages": Case(plain, STAGED, vectors(6), config=MICRO_2),
     "data": Case(plain, replicated, vectors(5)),
     "tensor": Case(Language, split, tokens(5)),
     "skip": Case(Skip, replicated, vectors(5)),
     "float32": Case(Float32Inside, replicated, vectors(5)),
 }  # fmt: skip
+QUICK_CASES = frozenset({"wide", "attention-nested", "odd", "own-loss", "stages", "float32"})
 UNUSED = Case(Unused, replicated, vectors(5))
 
 
@@ -256,32 +256,18 @@ def _replicas_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- buffers -------------------------------------------------------------------------------------
 
 
-def _buffer(name: str, spoil: Callable[[Tensor], Any]) -> Plant:
-    """One buffer of one rank begins otherwise."""
+def spoil_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of one rank begin otherwise."""
+    copy = lower.local_copy
 
-    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        copy = lower.local_copy
-
-        def faulty(*args: Any) -> Any:
-            made = copy(*args)
-            if rank() == 1:
-                spoil(made[0].get_buffer(name))
-            return made
-
-        monkeypatch.setattr(lower, "local_copy", faulty)
-
-    return plant
-
-
-def _mean_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    track = batch_norm.SyncedBatchNorm._track
-
-    def faulty(self: Any, *args: Any) -> None:
-        track(self, *args)
+    def faulty(*args: Any) -> Any:
+        made = copy(*args)
         if rank() == 1:
-            self.module.running_mean *= 1 + 1e-6
+            for name, spoil in BUFFERS.items():
+                spoil(made[0].get_buffer(name))
+        return made
 
-    monkeypatch.setattr(batch_norm.SyncedBatchNorm, "_track", faulty)
+    monkeypatch.setattr(lower, "local_copy", faulty)
 
 
 # ---- later ---------------------------------------------------------------------------------------
@@ -463,10 +449,33 @@ class Subtle:
     check: str = "steps"
     tensor: str = ""
     ranks: tuple[int, ...] | None = (0, 1)
+    also: str = ""
+    """Another check that must be made for it to show."""
 
+
+QUICK = frozenset({
+    "halved gradients, dropout", "kept elements over p, split", "replicas draw alike in attention",
+    "the same masks in every step", "rows for labels", "class weights not counted",
+    "every fourth step wrong", "first moment lost at the end", "evaluated in training mode",
+    "outputs joined in another order", "count of steps not loaded", "wh.shard moves rows",
+    "one row", "cut to the example's length", "wrong in autocast",
+})  # fmt: skip
+"""Faults of each sort that every run of the tests plants; the others are for long runs."""
 
 HALF = _scale(lambda factor: factor / 2)
 NEGATED = _scale(lambda factor: -factor)
+
+BUFFERS: dict[str, Callable[[Tensor], Any]] = {
+    "waves": lambda b: b.imag[3:4].mul_(1.001),
+    "flags": lambda b: b[1].logical_not_(),
+    "whole": lambda b: b[1].add_(1),
+    "shut": lambda b: b[0, 1].fill_(-1e30),
+    "hole": lambda b: b[1].fill_(0.0),
+    "nothing": lambda b: b[1].fill_(1e-8),
+    "turned": lambda b: b[1, 2].add_(1e-6),
+    "norm.running_var": lambda b: b[2].mul_(1 + 1e-8),
+}
+"""What is changed in which buffer of one rank; the huge one beside them hides none of it."""
 
 FAULTS: dict[str, Subtle] = {
     "halved gradients, dropout": Subtle("dropout", HALF, "gradient"),
@@ -485,44 +494,16 @@ FAULTS: dict[str, Subtle] = {
     "the same mask for every sample": Subtle("wide", _same_rows, "mask", ranks=(-1,)),
     "rows for labels": Subtle("stages", _labels(_row_count), "loss"),
     "ignored labels counted": Subtle("own-loss", _labels(_with_ignored), "loss"),
-    "class weights not counted": Subtle("weighted", _labels(_without_weight), "loss"),
-    "rows for weighted labels": Subtle("weighted", _labels(_row_count), "loss"),
-    "running mean off beside a huge buffer": Subtle(
-        "odd", _mean_off, "buffer", tensor="norm.running_mean", ranks=(1,)
-    ),
-    "imaginary part": Subtle(
-        "odd", _buffer("waves", lambda b: b.imag[3:4].mul_(1.001)), "buffer", tensor="waves",
-        ranks=(1,),
-    ),
-    "truth value": Subtle(
-        "odd", _buffer("flags", lambda b: b[1].logical_not_()), "buffer", tensor="flags",
-        ranks=(1,),
-    ),
-    "whole number": Subtle(
-        "odd", _buffer("whole", lambda b: b[1].add_(1)), "buffer", tensor="whole", ranks=(1,)
-    ),
-    "infinity": Subtle(
-        "odd", _buffer("shut", lambda b: b[0, 1].fill_(-1e30)), "buffer", tensor="shut", ranks=(1,)
-    ),
-    "not a number": Subtle(
-        "odd", _buffer("hole", lambda b: b[1].fill_(0.0)), "buffer", tensor="hole", ranks=(1,)
-    ),
-    "small change of a small buffer": Subtle(
-        "odd", _buffer("nothing", lambda b: b[1].fill_(1e-8)), "buffer", tensor="nothing",
-        ranks=(1,),
-    ),
-    "turned buffer": Subtle(
-        "odd", _buffer("turned", lambda b: b[1, 2].add_(1e-6)), "buffer", tensor="turned",
-        ranks=(1,),
-    ),
+    "class weights not counted": Subtle("weighted", _labels(_without_weight), "loss", ranks=(0,)),
+    "rows for weighted labels": Subtle("weighted", _labels(_row_count), "loss", ranks=(0,)),
     "wrong from step 4 on": Subtle("data", _from_step(4), "gradient", "later steps"),
     "every fourth step wrong": Subtle("tensor", _from_step(4, 4), "gradient", "later steps"),
     "first moment lost at the end": Subtle(
-        "data", _optimizer_at(4, lambda s: s["exp_avg"].zero_()), "state", "optimizer state",
+        "data", _optimizer_at(2, lambda s: s["exp_avg"].zero_()), "state", "optimizer state",
         ranks=(1,),
     ),
     "optimizer's count off": Subtle(
-        "tensor", _optimizer_at(4, lambda s: s["step"].add_(1)), "state", "optimizer state",
+        "tensor", _optimizer_at(2, lambda s: s["step"].add_(1)), "state", "optimizer state",
         ranks=(1,),
     ),
     "evaluated in training mode": Subtle(
@@ -531,7 +512,9 @@ FAULTS: dict[str, Subtle] = {
     "evaluated on own rows only": Subtle(
         "data", _around_evaluate(_own_rows_only), "evaluation", "evaluate"
     ),
-    "evaluation that trains": Subtle("data", _around_evaluate(_trains_on), "weight"),
+    "evaluation that trains": Subtle(
+        "data", _around_evaluate(_trains_on), "loss", also="evaluate"
+    ),
     "outputs joined in another order": Subtle(
         "data", _merged(lambda named: {k: v.flip(0) for k, v in named.items()}), "output",
         "outputs",
@@ -546,8 +529,8 @@ FAULTS: dict[str, Subtle] = {
     "buffers not loaded": Subtle("odd", _loaded(_no_buffers), "buffer", "checkpoint", ranks=(1,)),
     "count of steps not loaded": Subtle("wide", _loaded(_no_count), "loss", "checkpoint"),
     "wh.shard moves rows": Subtle("data", _shifted_read, "loss", "later steps"),
-    "a row less": Subtle("data", _rows(4), "loss", "fewer rows"),
-    "one row": Subtle("data", _rows(1), "loss", "one row"),
+    "a row less": Subtle("data", _rows(4), "evaluation", "fewer rows"),
+    "one row": Subtle("data", _rows(1), "evaluation", "one row"),
     "cut to the example's length": Subtle(
         "tensor", _length(lambda t: t[:, :3]), "loss", "longer"
     ),
@@ -557,5 +540,3 @@ FAULTS: dict[str, Subtle] = {
     ),
     "wrong in autocast": Subtle("data", _in_autocast, "gradient", "autocast"),
 }  # fmt: skip
-
-__all__ = ["CASES", "FAULTS", "UNUSED", "Subtle", "cross_entropy"]

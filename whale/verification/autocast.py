@@ -16,7 +16,7 @@ from torch import Tensor
 from whale import parallel
 from whale.verification.compare import SMALL, dense
 from whale.verification.comparison import Report, part_of
-from whale.verification.one_device import Task, read_truth
+from whale.verification.task import Task, read_truth
 from whale.verification.verdict import Mismatch
 
 _TIMES = 4.0

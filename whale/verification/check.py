@@ -38,7 +38,7 @@ from whale.verification.comparison import Report
 from whale.verification.feeds import CHECKS, check_names, make_feeds
 from whale.verification.fold import MAX_RANKS, check_size, fold, scaled_tags
 from whale.verification.on_rank import at, run_on_rank
-from whale.verification.one_device import Reference, Task, aliases_of, run_one_device
+from whale.verification.one_device import aliases_of, run_one_device
 from whale.verification.precision import (
     about_dtype,
     as_dtype,
@@ -48,6 +48,7 @@ from whale.verification.precision import (
     runnable,
 )
 from whale.verification.processes import RankFailed, run_forked
+from whale.verification.task import Reference, Task
 from whale.verification.verdict import Check, Mismatch, Verdict
 
 MAX_PARAMETERS = 50_000_000

@@ -16,7 +16,8 @@ from whale.engine.lower import stage_of_module
 from whale.engine.step import Step
 from whale.ir.sharding import WHOLE, Piece
 from whale.verification.compare import ROUNDING, error_of, scales
-from whale.verification.one_device import Reference, Task, slots_of
+from whale.verification.one_device import slots_of
+from whale.verification.task import Reference, Task
 from whale.verification.verdict import Mismatch
 
 Truth = Mapping[str, Tensor | None]

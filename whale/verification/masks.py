@@ -1,76 +1,52 @@
 """Masks: plain torch with the random numbers that Whale draws, handed to it.
 
 Place in the flow: under the one-device run of `wh.verify`, for models that draw. Whale keys its
-masks by sample, so that they do not depend on the layout; torch's own generator cannot give them.
-Only *which* elements stay is asked of Whale, by dropping a tensor of ones; what is done with the
-mask is torch's documented arithmetic, written here once more. The masks themselves are looked at:
-how many stay, and whether they change with row and step.
+draws by sample, so that they do not depend on the layout; torch's own generator cannot give them.
+Of dropout only *which* elements stay is asked of Whale, by dropping a tensor of ones; what is done
+with the mask is torch's documented arithmetic, written here once more. The masks themselves are
+looked at: how many stay, and whether they change with sample and step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
 
-from whale.engine.capture import capture
-from whale.engine.random import install_randomness
-from whale.nn.attention import MultiheadForward
-from whale.nn.dropout import KeyedDropout
-from whale.nn.forwards import replace_forward
-from whale.nn.randomness import CallNames
-from whale.runtime import batch as batches
-from whale.runtime.context import StepContext
+from whale.engine.draw_recorder import Randomness
+from whale.nn.dropout import key_of
+from whale.nn.random_calls import COMPOSED, opened
+from whale.nn.randomness import KeyedRandom, PlainDraws
+from whale.runtime import generators
+from whale.runtime.recompute import RerunMode
 
 _FEW = 64
 """Masks of fewer elements may be alike by chance."""
 
-
-_ARGUMENTS = (
-    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask",
-    "average_attn_weights", "is_causal",
-)  # fmt: skip
+_SELU_FLOOR = -1.7580993408473766
+"""What alpha dropout puts in the place of what it drops: minus scale times alpha of SELU."""
 
 
-class Draws:
+class Handed:
     """A plain model's random numbers: those of Whale, by sample."""
 
-    def __init__(
-        self, model: nn.Module, batch: Any, loss: batches.Loss | None, seed: int, watch: Watch
-    ) -> None:
-        self.context = StepContext(seed=seed)
-        self._names = CallNames(self.context)
-        captured = capture(model, batch, loss)
-        keyed = install_randomness(model, captured, self.context, self._names, {}, whole=True)
-        self._modes = [] if keyed is None else [keyed, _Handed(watch)]
-        for module in model.modules():
-            forward = module.__dict__.get("forward")
-            if isinstance(forward, KeyedDropout):
-                replace_forward(module, _Dropout(module, forward, watch))
-            elif isinstance(forward, MultiheadForward):
-                del module.__dict__["forward"]
-                replace_forward(module, _Multihead(module, forward, watch))
-        self.watch = watch
+    def __init__(self, model: nn.Module, random: Randomness, seed: int, watch: Watch) -> None:
+        self._draws = PlainDraws(model, random.dims, seed)
+        self._mode = _Handing(self._draws.mode, watch)
+        self._seed, self._foreign, self._watch = seed, bool(random.foreign), watch
 
     @contextmanager
     def at(self, step: int, micro_batch: int, low: int, high: int) -> Iterator[None]:
         """Inside, rows [low, high) of the global batch of a step are computed."""
-        context = self.context
-        context.step, context.micro_batch = step, micro_batch
-        context.first_row, context.rows, context.micro_rows = low, high - low, high - low
-        # Calls are numbered within a forward, and this is one of its own.
-        context.layer_entry += 1
-        self._names._position = (-1, -1, -1, -1)
-        self.watch.begin(step, micro_batch)
-        with ExitStack() as stack:
-            for mode in self._modes:
-                stack.enter_context(mode)
+        self._watch.begin(step, micro_batch)
+        key = key_of(self._seed, step, "Python", micro_batch)
+        keyed = self._draws.at(step=step, micro_batch=micro_batch, first_row=low, rows=high - low)
+        with generators.seeded(key) if self._foreign else nullcontext(), keyed, self._mode:
             yield
 
 
@@ -107,53 +83,44 @@ class Watch:
         self._before[micro_batch, number] = (step, kept)
 
 
-def _dropped(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """Dropout as torch defines it: what stays is divided by the chance to stay."""
-    return x * 0 if p == 1.0 else torch.where(kept, x / (1.0 - p), torch.zeros_like(x))
+class _Handing(RerunMode):
+    """Around Whale's own mode, which is asked for the masks and for all other draws."""
 
-
-class _Dropout:
-    """The forward of an nn.Dropout."""
-
-    def __init__(self, module: nn.Module, keyed: KeyedDropout, watch: Watch) -> None:
-        self.module, self.keyed, self.watch = module, keyed, watch
-
-    def __call__(self, x: Tensor) -> Tensor:
-        p = float(self.module.p)  # type: ignore[arg-type]
-        if not self.module.training or p == 0.0:
-            return x
-        kept = self.keyed(torch.ones_like(x)) != 0
-        self.watch.see(kept, p)
-        return _dropped(x, kept, p)
-
-
-class _Handed(TorchFunctionMode):
-    """Around Whale's own mode, which is asked for the masks of functional dropout."""
-
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, keyed: KeyedRandom, watch: Watch) -> None:
         super().__init__()
-        self.watch = watch
+        self._keyed, self._watch = keyed, watch
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout:
-            return self._dropout(*args, **kwargs)
+        if func in COMPOSED:
+            with self:
+                return opened(func, self._keyed)(*args, **kwargs)
+        if func in _DROPOUTS:
+            return self._dropout(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        p: float = 0.5,
+        training: bool | None = None,
+        inplace: bool = False,
+        train: bool = False,
     ) -> Tensor:
-        # Asked in any case: calls are numbered, also those that drop nothing.
-        kept = F.dropout(torch.ones_like(input), p, training) != 0
+        alpha = func in _ALPHA
+        if training is None:
+            training = train or (not alpha and func not in _BUILTIN)
         if not training or p == 0.0:
-            return input
-        self.watch.see(kept, p)
-        out = _dropped(input, kept, p)
-        return input.copy_(out) if inplace else out
+            return func(input, p, training)  # counted as a draw that was spared
+        kept = func(torch.ones_like(input), p, training) > 0
+        self._watch.see(kept, p)
+        out = _alpha_dropped(input, kept, p) if alpha else _dropped(input, kept, p)
+        return input.copy_(out) if inplace or func is torch.dropout_ else out
 
     def _attention(
         self,
@@ -178,14 +145,13 @@ class _Handed(TorchFunctionMode):
         unit = torch.eye(size, dtype=query.dtype).expand(*query.shape[:-2], size, size)
         even = torch.zeros_like(query), torch.zeros_like(key)
         kept = F.scaled_dot_product_attention(*even, unit, dropout_p=dropout_p) != 0
-        self.watch.see(kept, dropout_p)
+        self._watch.see(kept, dropout_p)
         bias = torch.zeros(query.shape[-2], size, dtype=query.dtype)
         if is_causal:
             bias = bias.masked_fill(torch.ones_like(bias).triu(1).bool(), -torch.inf)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            bias = bias + torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
-                ~attn_mask, -torch.inf
-            )
+            shut = torch.zeros_like(attn_mask, dtype=query.dtype)
+            bias = bias + shut.masked_fill(~attn_mask, -torch.inf)
         elif attn_mask is not None:
             bias = bias + attn_mask
         factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -193,33 +159,19 @@ class _Handed(TorchFunctionMode):
         return _dropped(weights, kept, dropout_p) @ value
 
 
-class _Multihead:
-    """The forward of an nn.MultiheadAttention: torch's own code, its dropout handed to it."""
+_ALPHA = frozenset({F.alpha_dropout, F.feature_alpha_dropout})
+_BUILTIN = frozenset({torch.dropout, torch.dropout_, torch.feature_dropout})
+_DROPOUTS = _ALPHA | _BUILTIN | {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
 
-    def __init__(
-        self, module: nn.MultiheadAttention | nn.Module, forward: MultiheadForward, watch: Watch
-    ) -> None:
-        self.module, self.keyed, self.watch = module, forward, watch
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.module
-        if not module.training or not module.dropout:
-            return type(module).forward(module, *args, **kwargs)
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        wanted = given.get("need_weights", True)
-        # With weights wanted torch's code calls `dropout` by name; without, it calls a kernel.
-        given["need_weights"] = True
-        plain = F.dropout
+def _dropped(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """Dropout as torch defines it: what stays is divided by the chance to stay."""
+    return x * 0 if p == 1.0 else torch.where(kept, x / (1.0 - p), torch.zeros_like(x))
 
-        def handed(x: Tensor, p: float = 0.5, *_: Any, **__: Any) -> Tensor:
-            shape = (-1, module.num_heads, *x.shape[1:]) if x.dim() == 3 else x.shape
-            kept = self.keyed.drop(torch.ones_like(x).view(shape), p).view(x.shape) != 0
-            self.watch.see(kept, p)
-            return _dropped(x, kept, p)
 
-        F.dropout = handed  # type: ignore[assignment]
-        try:
-            out, weights = type(module).forward(module, **given)
-        finally:
-            F.dropout = plain
-        return out, weights if wanted else None
+def _alpha_dropped(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """Alpha dropout as torch defines it: mean 0 and variance 1 stay as they are."""
+    if p == 1.0:
+        return x * 0
+    a = math.pow((1.0 - p) * (1.0 + p * _SELU_FLOOR**2), -0.5)
+    return a * torch.where(kept, x, torch.full_like(x, _SELU_FLOOR)) - a * p * _SELU_FLOOR

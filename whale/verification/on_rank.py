@@ -20,7 +20,7 @@ from whale.runtime.data import shard
 from whale.verification import autocast
 from whale.verification.comparison import Comparison, Report
 from whale.verification.feeds import FRESH
-from whale.verification.one_device import Reference, Task, read_truth
+from whale.verification.task import Reference, Task, read_truth
 
 
 def run_on_rank(task: Task, reference: Reference, rank: int) -> Report:

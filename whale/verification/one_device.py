@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +19,17 @@ from torch import Tensor, nn
 from whale import parallel
 from whale.annotations import TAG
 from whale.config import Config
-from whale.engine.step import OptimizerFactory
+from whale.engine.capture import capture
+from whale.engine.draw_recorder import Randomness
 from whale.engine.weights import local_copy
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
-from whale.ir.plan import Plan
 from whale.runtime import batch as batches
 from whale.runtime.means import MeanTracker
-from whale.verification.feeds import Feed
-from whale.verification.masks import Draws, Watch
+from whale.verification.masks import Handed, Watch
 from whale.verification.merging import merge_of, merged
 from whale.verification.shares import Span, cut, shares
+from whale.verification.task import Reference, Task, micro_batches
 from whale.verification.verdict import Mismatch
 
 PLAIN = "plain torch, one process, the same global micro-batches in order"
@@ -39,72 +37,6 @@ ALSO_WHOLE = "loss.backward() of the whole batch in plain torch, one process"
 WEIGHED = ", weighed so that their derivatives add up to those of the whole batch's loss"
 COUNTED = ", weighed as Whale counts them (not checked: the loss is no mean of its parts)"
 HANDED = "; with Whale's masks handed to it"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What both sides run: a model and a global batch per step. Forked, never pickled."""
-
-    model: nn.Module
-    feeds: tuple[Feed, ...]
-    loss: batches.Loss | None
-    optimizer: OptimizerFactory | None
-    config: Config
-    plan: Plan
-    folder: Path
-    tolerance: float | None
-    wanted: frozenset[str]
-    dtype: torch.dtype = torch.float64
-    low: Task | None = None
-    """The same in float32, for autocast; None where that is not checked."""
-
-    def truth(self, name: int | str) -> Path:
-        """The file of what one device had after a feed, or of a check by its name."""
-        return self.folder / f"truth-{name}.pt"
-
-    @property
-    def first(self) -> Any:
-        """The batch of the first step."""
-        return self.feeds[0].batches[0]
-
-    def make_optimizer(self, float32: bool) -> OptimizerFactory:
-        """The user's optimizer, or AdamW.
-
-        AdamW divides by the gradient's own size, so where a gradient is zero but for rounding (the
-        bias of attention's keys), rounding decides the update unless `eps` is well above it.
-        """
-        if self.optimizer is not None:
-            return self.optimizer
-        return partial(torch.optim.AdamW, lr=1e-2, eps=1e-2 if float32 else 1e-5)
-
-    def allowed(self, float32: bool) -> float:
-        """The tolerance."""
-        if self.tolerance is not None:
-            return self.tolerance
-        if self.dtype == torch.float32:
-            return 1e-4
-        return 1e-6 if float32 else 1e-9
-
-
-@dataclass(slots=True, kw_only=True)
-class Reference:
-    """What the one-device run was.
-
-    Attributes:
-        text: In words.
-        float32: The loss came out in float32.
-        chosen: By feed that was run, which of its batches.
-        skipped: By check that cannot be made, why.
-        outputs: Named outputs and how they merge: `concat`, `mean` or `sum`.
-        mismatches: What is wrong before any rank has run.
-    """
-
-    text: str = PLAIN
-    float32: bool = False
-    chosen: dict[int, int] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    outputs: dict[str, str] = field(default_factory=dict)
-    mismatches: list[Mismatch] = field(default_factory=list)
 
 
 def run_one_device(task: Task) -> Reference:
@@ -122,12 +54,18 @@ class Plain:
     """A plain model and its random numbers."""
 
     def __init__(
-        self, task: Task, model: nn.Module, watch: Watch | None, *, autocast: bool = False
+        self,
+        task: Task,
+        model: nn.Module,
+        random: Randomness | None,
+        watch: Watch | None = None,
+        *,
+        autocast: bool = False,
     ) -> None:
         self.model, self.task, self.autocast = model, task, autocast
-        self.draws = (
-            None if watch is None else Draws(model, task.first, task.loss, task.config.seed, watch)
-        )
+        self.draws = None
+        if random is not None:
+            self.draws = Handed(model, random, task.config.seed, watch or Watch())
 
     def at(self, step: int, micro_batch: int, span: Span) -> AbstractContextManager[None]:
         """The random numbers of some rows."""
@@ -163,9 +101,10 @@ class _Truth:
     def __init__(self, task: Task, reference: Reference) -> None:
         self.task, self.reference = task, reference
         self.base = with_values(task)
-        self.watch = Watch() if _draws(task, copy.deepcopy(self.base)) else None
-        self.trained = Plain(task, copy.deepcopy(self.base).train(), self.watch)
-        self.still = Plain(task, copy.deepcopy(self.base), Watch() if self.watch else None)
+        self.random = _randomness(task, copy.deepcopy(self.base))
+        self.watch = Watch()
+        self.trained = Plain(task, copy.deepcopy(self.base).train(), self.random, self.watch)
+        self.still = Plain(task, copy.deepcopy(self.base), self.random)
         self.model = self.trained.model
         self.aliases = aliases_of(self.model)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -202,7 +141,7 @@ class _Truth:
                 reference.skipped[feed.check] = why
         self._autocast()
         reference.text = self._text()
-        for complaint in dict.fromkeys(self.watch.complaints if self.watch else ()):
+        for complaint in dict.fromkeys(self.watch.complaints):
             reference.mismatches.append(
                 Mismatch(kind="mask", tensor=complaint, rank=-1, step=1, error=float("inf"))
             )
@@ -216,8 +155,8 @@ class _Truth:
         found = []
         try:
             for autocast in (False, True):
-                watch = Watch() if self.watch else None
-                plain = Plain(low, copy.deepcopy(base).train(), watch, autocast=autocast)
+                model = copy.deepcopy(base).train()
+                plain = Plain(low, model, self.random, autocast=autocast)
                 loss, _, _ = plain.backward(0, low.first, self.first_spans, self.first_weights)
                 clip(plain.model, low.config.optimizer.max_grad_norm)
                 found.append({"loss": loss, "gradients": gradients_of(plain.model)})
@@ -229,7 +168,7 @@ class _Truth:
     def _text(self) -> str:
         several = self.task.plan.num_micro_batch > 1
         how = COUNTED if self.counted else WEIGHED
-        return (PLAIN + how if several else ALSO_WHOLE) + (HANDED if self.watch else "")
+        return (PLAIN + how if several else ALSO_WHOLE) + (HANDED if self.random else "")
 
     def _step(self, step: int, batch: Any) -> dict[str, Any]:
         task, model = self.task, self.model
@@ -244,7 +183,7 @@ class _Truth:
                 buffer.copy_(value)
             model.zero_grad()
             raise
-        if self.watch is not None and not torch.equal(generator, torch.get_rng_state()):
+        if self.random is not None and not torch.equal(generator, torch.get_rng_state()):
             raise WhaleError(
                 "the model draws random numbers that Whale does not key by sample (dropout as a "
                 "function, or inside attention), so no two layouts agree on them",
@@ -367,20 +306,15 @@ def _explained(error: Exception) -> Exception:
     )
 
 
-def _draws(task: Task, model: nn.Module) -> bool:
-    """Whether a training forward draws random numbers."""
+def _randomness(task: Task, model: nn.Module) -> Randomness | None:
+    """What a training forward draws; None: nothing."""
     before = torch.get_rng_state()
     model.train()
     with torch.no_grad():
         batches.call_model(model, task.loss, task.first)
-    return not torch.equal(before, torch.get_rng_state())
-
-
-def micro_batches(rows: int, number: int) -> list[Span]:
-    """Consecutive rows, sizes that differ by at most one, larger first; no empty ones."""
-    sizes = [rows // number + (index < rows % number) for index in range(number)]
-    points = [sum(sizes[:index]) for index in range(number + 1)]
-    return [(low, high) for low, high in zip(points, points[1:], strict=False) if high > low]
+    random = capture(model, task.first, task.loss).random
+    drew = not torch.equal(before, torch.get_rng_state())
+    return random if drew or random.foreign else None
 
 
 def clip(model: nn.Module, max_norm: float | None) -> Tensor | None:
@@ -478,9 +412,3 @@ def slots_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[
         for slot, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, (Tensor, int, float))
     }
-
-
-def read_truth(task: Task, name: int | str) -> dict[str, Any]:
-    """What one device had after a feed; pages are shared by all ranks that read it."""
-    data: dict[str, Any] = torch.load(task.truth(name), mmap=True, weights_only=True)
-    return data

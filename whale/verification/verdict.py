@@ -145,11 +145,13 @@ class Verdict:
             names = [c.name for c in self.checks if c.status == status]
             if names:
                 lines.append(f"  {status}: {', '.join(names)}")
-        lines += [
-            f"  {c.status}: {c.name} ({c.note})"
-            for c in self.checks
-            if c.status in ("refused", "not checked")
-        ]
+        notes: dict[str, list[str]] = {}
+        for c in self.checks:
+            if c.status in ("refused", "not checked"):
+                notes.setdefault(f"({c.note})", []).append(f"{c.status}: {c.name}")
+        for note, found in notes.items():
+            rest = [text.partition(": ")[2] for text in found[1:]]
+            lines.append(f"  {', '.join([found[0], *rest])} {note}")
         lines.append(f"  {self.seconds:.1f} s")
         return "\n".join(lines)
 
