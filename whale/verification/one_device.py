@@ -9,7 +9,6 @@ read.
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,18 +24,27 @@ from whale.engine.weights import local_copy
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.runtime import batch as batches
-from whale.runtime.means import MeanTracker
-from whale.verification.masks import Handed, Watch
+from whale.verification.compare import error_of
+from whale.verification.masks import Watch
 from whale.verification.merging import merge_of, merged
-from whale.verification.shares import Span, cut, shares
+from whale.verification.plain import How, Part, Plain, Untrainable, loss_of, rows_meet
+from whale.verification.shares import Span, shares
 from whale.verification.task import Reference, Task, micro_batches
 from whale.verification.verdict import Mismatch
 
-PLAIN = "plain torch, one process, the same global micro-batches in order"
-ALSO_WHOLE = "loss.backward() of the whole batch in plain torch, one process"
-WEIGHED = ", weighed so that their derivatives add up to those of the whole batch's loss"
-COUNTED = ", weighed as Whale counts them (not checked: the loss is no mean of its parts)"
 HANDED = "; with Whale's masks handed to it"
+TEXTS = {
+    "one": "loss.backward() of the whole batch in plain torch, one process",
+    "joined": "plain torch, one process: the model on each global micro-batch in order, the loss "
+    "of all their outputs",
+    "weighed": "plain torch, one process: each global micro-batch in order, weighed so that their "
+    "gradients add up to that of the whole batch's loss",
+    "whole": "plain torch, one process: all micro-batches at once, for no rows meet in the model",
+    "rows": "not checked: how much a micro-batch counts (by rows here), for the loss is no mean of "
+    "theirs and rows meet in the model",
+    "sum": "not checked: by what count a sum of gradients is greater than their mean",
+}
+"""What one device was, by how the loss of its global batches was put together."""
 
 
 def run_one_device(task: Task) -> Reference:
@@ -46,107 +54,56 @@ def run_one_device(task: Task) -> Reference:
     return reference
 
 
-class Untrainable(Exception):  # noqa: N818 - caught here; a feed may be one that does not train
-    """A loss that is not finite."""
-
-
-class Plain:
-    """A plain model and its random numbers."""
-
-    def __init__(
-        self,
-        task: Task,
-        model: nn.Module,
-        random: Randomness | None,
-        watch: Watch | None = None,
-        *,
-        autocast: bool = False,
-    ) -> None:
-        self.model, self.task, self.autocast = model, task, autocast
-        self.draws = None
-        if random is not None:
-            self.draws = Handed(model, random, task.config.seed, watch or Watch())
-
-    def at(self, step: int, micro_batch: int, span: Span) -> AbstractContextManager[None]:
-        """The random numbers of some rows."""
-        return nullcontext() if self.draws is None else self.draws.at(step, micro_batch, *span)
-
-    def run(self, step: int, micro_batch: int, batch: Any, span: Span) -> dict[str, Any]:
-        """The named outputs of some rows of a global batch."""
-        low = torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
-        with self.at(step, micro_batch, span), low:
-            return batches.call_model(self.model, self.task.loss, cut(batch, *span))
-
-    def backward(
-        self, step: int, batch: Any, spans: list[Span], weights: list[float]
-    ) -> tuple[Tensor, torch.dtype, list[dict[str, Any]]]:
-        """Leaves the gradient of the weighed mean; gives it, its dtype and all named outputs."""
-        total = torch.zeros((), dtype=torch.float64)
-        named = []
-        dtype = torch.float64
-        for number, (span, weight) in enumerate(zip(spans, weights, strict=True)):
-            found = self.run(step, number, batch, span)
-            value: Tensor = found["loss"]
-            named.append({k: v.detach() for k, v in found.items() if isinstance(v, Tensor)})
-            dtype = value.dtype
-            if weight:
-                torch.autograd.backward(value, torch.tensor(weight, dtype=value.dtype))
-                total += weight * value.detach().double()
-        if not torch.isfinite(total):
-            raise Untrainable(f"the loss is {total.item()} on one device")
-        return total, dtype, named
-
-
 class _Truth:
     def __init__(self, task: Task, reference: Reference) -> None:
         self.task, self.reference = task, reference
         self.base = with_values(task)
-        self.random = _randomness(task, copy.deepcopy(self.base))
+        self.random, changes = _looked_at(task, copy.deepcopy(self.base))
+        self.meet = rows_meet(self.base, changes)
         self.watch = Watch()
-        self.trained = Plain(task, copy.deepcopy(self.base).train(), self.random, self.watch)
+        self.trained = Plain(task, copy.deepcopy(self.base), self.random, self.watch)
         self.still = Plain(task, copy.deepcopy(self.base), self.random)
         self.model = self.trained.model
         self.aliases = aliases_of(self.model)
         self.optimizer: torch.optim.Optimizer | None = None
-        self.counted = False
-        self.first_spans: list[Span] = []
-        self.first_weights: list[float] = []
+        self.kinds: set[str] = set()
 
     def train(self) -> None:
         """Every feed that trains, in order."""
         task, reference = self.task, self.reference
         reference.outputs = self._outputs()
-        rows = batches.num_rows(task.first)
-        self.first_spans = micro_batches(rows, task.plan.num_micro_batch)
-        self.first_weights = self.weights(0, task.first, self.first_spans)
-        evaluation = self._evaluate(0, task.first, self.first_spans, self.first_weights)
-        self._write(0, {**evaluation, **_state(self.model)})
+        first = self._how(0, task.first)
+        self._write(0, {**self._evaluate(0, task.first, first), **_state(self.model)})
         step = 0
         for index, feed in enumerate(task.feeds):
             reasons = []
             for choice, batch in enumerate(feed.batches):
                 try:
-                    data = self._step(step, batch)
+                    data, kind = self._step(step, batch)
                 except Exception as error:
+                    if isinstance(error, Untrainable) and not feed.optional:
+                        raise _not_finite(error) from error
                     if not feed.optional:
-                        raise _explained(error) from error
+                        raise
                     reasons.append(str(error).strip().splitlines()[0] if str(error) else "?")
                     continue
                 step += 1
                 reference.chosen[index] = choice
                 self._write(index + 1, data)
+                if kind == "rows" or not feed.optional:
+                    self.kinds.add(kind)
                 break
             else:
                 why = f"one device cannot: {reasons[0]}" if reasons else "the batch has no such one"
                 reference.skipped[feed.check] = why
-        self._autocast()
+        self._autocast(first)
         reference.text = self._text()
         for complaint in dict.fromkeys(self.watch.complaints):
             reference.mismatches.append(
                 Mismatch(kind="mask", tensor=complaint, rank=-1, step=1, error=float("inf"))
             )
 
-    def _autocast(self) -> None:
+    def _autocast(self, how: How) -> None:
         """The first step once more, in float32 and in autocast, from the first weights."""
         low = self.task.low
         if low is None:
@@ -155,9 +112,8 @@ class _Truth:
         found = []
         try:
             for autocast in (False, True):
-                model = copy.deepcopy(base).train()
-                plain = Plain(low, model, self.random, autocast=autocast)
-                loss, _, _ = plain.backward(0, low.first, self.first_spans, self.first_weights)
+                plain = Plain(low, copy.deepcopy(base), self.random, autocast=autocast)
+                loss, _, _ = plain.backward(0, low.first, how)
                 clip(plain.model, low.config.optimizer.max_grad_norm)
                 found.append({"loss": loss, "gradients": gradients_of(plain.model)})
         except Exception as error:
@@ -166,18 +122,16 @@ class _Truth:
         torch.save({"float32": found[0], "autocast": found[1]}, low.truth("autocast"))
 
     def _text(self) -> str:
-        several = self.task.plan.num_micro_batch > 1
-        how = COUNTED if self.counted else WEIGHED
-        return (PLAIN + how if several else ALSO_WHOLE) + (HANDED if self.random else "")
+        said = [TEXTS[kind] for kind in TEXTS if kind in self.kinds]
+        return "; ".join(said) + (HANDED if self.random else "")
 
-    def _step(self, step: int, batch: Any) -> dict[str, Any]:
+    def _step(self, step: int, batch: Any) -> tuple[dict[str, Any], str]:
         task, model = self.task, self.model
-        spans = micro_batches(batches.num_rows(batch), task.plan.num_micro_batch)
-        weights = self.weights(step, batch, spans)
+        how = self._how(step, batch)
         before = [b.detach().clone() for b in model.buffers()]
         generator = torch.get_rng_state()
         try:
-            loss, dtype, named = self.trained.backward(step, batch, spans, weights)
+            loss, dtype, parts = self.trained.backward(step, batch, how)
         except Exception:
             for buffer, value in zip(model.buffers(), before, strict=True):
                 buffer.copy_(value)
@@ -194,7 +148,7 @@ class _Truth:
             named_params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
             self.optimizer = task.make_optimizer(self.reference.float32)(named_params)
         if task.config.communication.gradients_reduce_method == "sum":
-            self._multiply(batch, spans)
+            self._multiply(step, batch)
         norm = clip(model, task.config.optimizer.max_grad_norm)
         gradients = gradients_of(model)
         self.optimizer.step()
@@ -202,42 +156,66 @@ class _Truth:
             "loss": loss,
             "norm": norm,
             "gradients": gradients,
-            "outputs": merged(self.reference.outputs, named, spans),
+            "outputs": _merged(self.reference.outputs, parts),
             "optimizer": _optimizer_state(model, self.optimizer),
-            **self._evaluate(step, batch, spans, weights),
+            **self._evaluate(step, batch, how),
             **_state(model),
         }
         self.optimizer.zero_grad()
-        return data
+        return data, how.kind
 
-    def weights(self, step: int, batch: Any, spans: list[Span]) -> list[float]:
-        """The share of each micro-batch in the loss."""
+    def _how(self, step: int, batch: Any) -> How:
+        """How the loss of a batch is put together; nothing of Whale's is asked."""
+        spans = tuple(micro_batches(batches.num_rows(batch), self.task.plan.num_micro_batch))
+        if len(spans) > 1:
+            return self._of_several(step, batch, spans)
+        return How(kind="one", spans=spans)
+
+    def _of_several(self, step: int, batch: Any, spans: tuple[Span, ...]) -> How:
         twin = self._still()
+        joined = How(kind="joined", spans=spans)
+        if self.task.loss is not None:
+            try:
+                with torch.no_grad():
+                    twin.parts(step, batch, joined)
+                return joined
+            except ValueError:
+                pass  # an output without rows, such as a loss that the model adds
         at = partial(twin.at, step)
         found = shares(twin.model, self.task.loss, batch, spans, at)
         if found is not None:
-            return found
-        counts = self._counts(batch, spans)
-        self.counted = True
-        return [count / sum(counts) for count in counts]
+            return How(kind="weighed", spans=spans, shares=tuple(found))
+        if not self.meet:
+            return How(kind="whole", spans=spans)
+        rows = batches.num_rows(batch)
+        by_rows = tuple((high - low) / rows for low, high in spans)
+        return How(kind="rows", spans=spans, shares=by_rows)
 
-    def _counts(self, batch: Any, spans: list[Span]) -> list[float]:
-        """What Whale counts in the loss of each micro-batch."""
-        twin = self._still()
-        counts = []
-        for low, high in spans:
-            tracker = MeanTracker()
-            with torch.no_grad(), tracker:
-                value = batches.call_model(twin.model, self.task.loss, cut(batch, low, high))
-            counts.append(float(tracker.count(value["loss"], high - low)))
-        return counts
+    def _multiply(self, step: int, batch: Any) -> None:
+        """The sum that `gradients_reduce_method = "sum"` asks for: the mean times Whale's count.
 
-    def _multiply(self, batch: Any, spans: list[Span]) -> None:
-        """The sum that `gradients_reduce_method = "sum"` asks for: the mean times Whale's count."""
-        count = sum(self._counts(batch, spans))
+        What a sample or a label counts is Whale's to say; the same Step on one rank is asked.
+        """
+        self.kinds.add("sum")
+        norms = []
+        for method in ("sum", "mean"):
+            twin = copy.deepcopy(self.base)
+            twin.load_state_dict(self.model.state_dict())
+            asked = parallel.parallelize(
+                twin,
+                optimizer=partial(torch.optim.SGD, lr=0.0),
+                batch=batch,
+                loss=self.task.loss,
+                config=one_rank_config(self.task, reduce=method),
+                cluster=Cluster.uniform(1, type="CPU"),
+            )
+            asked.num_steps = step
+            asked(batch)
+            norms.append(sum(float(g.square().sum()) for g in asked.gradients().values()) ** 0.5)
+            asked.close()
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad *= count
+                parameter.grad *= norms[0] / norms[1]
 
     def _still(self) -> Plain:
         """The twin for anything but training, with the weights and buffers of now."""
@@ -251,21 +229,18 @@ class _Truth:
         self.still.model.eval()
         return self.still
 
-    def _evaluate(
-        self, step: int, batch: Any, spans: list[Span], weights: list[float]
-    ) -> dict[str, Any]:
+    def _evaluate(self, step: int, batch: Any, how: How) -> dict[str, Any]:
         """The loss and the named outputs in eval mode, with the weights of now."""
         twin = self._still()
         try:
             with torch.no_grad():
-                named = [twin.run(step, m, batch, span) for m, span in enumerate(spans)]
+                parts = twin.parts(step, batch, how)
         except Exception as error:
             self.reference.skipped["evaluate"] = f"one device cannot: {error}".splitlines()[0]
             return {"evaluation": None}
-        parts = [w * n["loss"].double() for w, n in zip(weights, named, strict=True) if w]
         return {
-            "evaluation": torch.stack(parts).sum(),
-            "evaluation outputs": merged(self.reference.outputs, named, spans),
+            "evaluation": loss_of(parts),
+            "evaluation outputs": _merged(self.reference.outputs, parts),
         }
 
     def _outputs(self) -> dict[str, str]:
@@ -297,24 +272,28 @@ class _Truth:
         torch.save({"aliases": self.aliases, **data}, self.task.truth(name))
 
 
-def _explained(error: Exception) -> Exception:
-    if not isinstance(error, Untrainable):
-        return error
+def _not_finite(error: Exception) -> WhaleError:
     return WhaleError(
         f"{error}, so there is nothing to compare with",
         hint="pass a batch and an optimizer with which the model trains",
     )
 
 
-def _randomness(task: Task, model: nn.Module) -> Randomness | None:
-    """What a training forward draws; None: nothing."""
-    before = torch.get_rng_state()
-    model.train()
+def _looked_at(task: Task, model: nn.Module) -> tuple[Randomness | None, bool]:
+    """What a training forward draws (None: nothing), and whether it changes buffers."""
+    generator = torch.get_rng_state()
+    buffers = [b.detach().clone() for b in model.buffers()]
     with torch.no_grad():
         batches.call_model(model, task.loss, task.first)
+    pairs = zip(buffers, model.buffers(), strict=True)
+    changes = any(error_of(now, before, 1.0)[0] > 0 for before, now in pairs)
+    drew = not torch.equal(generator, torch.get_rng_state())
     random = capture(model, task.first, task.loss).random
-    drew = not torch.equal(before, torch.get_rng_state())
-    return random if drew or random.foreign else None
+    return (random if drew or random.foreign else None), changes
+
+
+def _merged(wanted: dict[str, str], parts: list[Part]) -> dict[str, Tensor]:
+    return merged(wanted, [p.named for p in parts], [p.span for p in parts])
 
 
 def clip(model: nn.Module, max_norm: float | None) -> Tensor | None:
@@ -350,7 +329,7 @@ def with_values(task: Task) -> nn.Module:
         cluster=Cluster.uniform(1, type="CPU"),
         batch=task.first,
         loss=task.loss,
-        config=_one_rank_config(task),
+        config=one_rank_config(task),
     )
     model, _, _ = local_copy(bare, plan, 0, torch.device("cpu"), task.config.seed)
     return model
@@ -364,10 +343,14 @@ def _bare(model: nn.Module) -> nn.Module:
     return bare
 
 
-def _one_rank_config(task: Task) -> Config:
+def one_rank_config(task: Task, *, reduce: str | None = None) -> Config:
+    """The settings of the same training on one rank."""
+    method = reduce or task.config.communication.gradients_reduce_method
     return Config.from_dict(
         {
             **task.config.to_dict(),
+            "optimizer.max_grad_norm": None,
+            "communication.gradients_reduce_method": method,
             "auto.auto_parallel": False,
             "pipeline.num_stages": None,
             "pipeline.num_chunks": None,

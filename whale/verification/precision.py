@@ -49,7 +49,8 @@ def model_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     made._apply(lambda tensor: _in(tensor, dtype))  # type: ignore[no-untyped-call]
     if not any(t.is_meta for t in (*made.parameters(), *made.buffers())):
         made = made.cpu()
-    return made
+    # Modules that the user has set to eval in a model that trains stay so.
+    return made if made.training else made.train()
 
 
 def batch_in(batch: Any, dtype: torch.dtype) -> Any:
@@ -90,7 +91,7 @@ def runnable(
 def _trial(model: nn.Module, batch: Any, loss: batches.Loss | None, dtype: torch.dtype) -> str:
     """What a forward and backward of the whole batch raises; empty when nothing."""
     try:
-        made = model_in(model, dtype).train()
+        made = model_in(model, dtype)
         given = batch_in(batch, dtype), loss_in(loss, dtype)
         batches.call_model(made, given[1], given[0])["loss"].backward()
     except RuntimeError as error:

@@ -2,8 +2,8 @@
 
 Place in the flow: under the one-device run of `wh.verify`, where there are several micro-batches.
 Nothing is counted here, neither rows nor labels: the loss of the whole batch, as the user wrote it,
-is a mean of the losses of its micro-batches, L = sum of w_m L_m. Both sides are differentiated, and
-the w that make the derivatives equal are the shares. Where none do, the loss is no such mean.
+is in most models a mean of the losses of its micro-batches, L = sum of w_m L_m. Both sides are
+differentiated, and the w that make the derivatives equal are the shares. Where none do, it is none.
 """
 
 from __future__ import annotations
@@ -77,10 +77,13 @@ def _shares(
             made = make()
         except Exception:  # noqa: S112 - outputs that cannot be joined, a loss that wants training
             continue
-        for system in made:
-            found = system.solve(guess)
-            if found is not None:
-                return found
+        found = made[0].solve(guess)
+        if found is not None:
+            return found
+        if any(getattr(m, "rows_interact", False) for m in model.modules()):
+            alone = [w for system in made[1:] if (w := system.solve(guess)) is not None]
+            if alone and (torch.tensor(alone) - torch.tensor(alone[0])).abs().max() < 1e-6:
+                return alone[0]
     return None
 
 
@@ -138,12 +141,12 @@ def _by_output(
         leaves = [t.detach().clone() for t in batches.leaves(out)]
         outputs.append([t.requires_grad_(t.is_floating_point()) for t in leaves])
         example = out
-        losses.append(_finite(_value(loss(batches.rebuild(out, outputs[-1]), target))))
+        losses.append(_finite(value_of(loss(batches.rebuild(out, outputs[-1]), target))))
     joined = [
         torch.cat(same) if same[0].dim() else torch.stack(same).mean()
         for same in zip(*outputs, strict=True)
     ]
-    whole = _value(loss(batches.rebuild(example, joined), batches.split_target(batch)[1]))
+    whole = value_of(loss(batches.rebuild(example, joined), batches.split_target(batch)[1]))
     variables = [[t for t in leaves if t.requires_grad and t.dim()] for leaves in outputs]
     every = [t for leaves in variables for t in leaves]
     columns = [None if value is None else _gradient(value, every) for value in losses]
@@ -164,11 +167,11 @@ def _by_parameter(
     """
     params = [p for p in model.parameters() if p.requires_grad]
     with at(0, (0, batches.num_rows(batch))):
-        whole = _value(batches.call_model(model, loss, batch)["loss"])
+        whole = value_of(batches.call_model(model, loss, batch)["loss"])
     columns: list[list[Tensor] | None] = []
     for number, (part, span) in enumerate(zip(parts, spans, strict=True)):
         with at(number, span):
-            value = _finite(_value(batches.call_model(model, loss, part)["loss"]))
+            value = _finite(value_of(batches.call_model(model, loss, part)["loss"]))
         columns.append(None if value is None else _gradients(value, params))
     wholes = _gradients(whole, params)
     loose = whole.dtype != torch.float64
@@ -182,7 +185,8 @@ def _by_parameter(
     return made
 
 
-def _value(result: Any) -> Tensor:
+def value_of(result: Any) -> Tensor:
+    """The loss in what the user's loss or model returned."""
     value: Tensor = result if isinstance(result, Tensor) else batches.named_outputs(result)["loss"]
     return value
 
