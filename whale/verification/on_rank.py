@@ -89,8 +89,7 @@ class _Run:
         comparison = self._comparison(step, "steps")
         truth = read_truth(task, 0)
         comparison.state(0, truth)
-        if "evaluate" in task.wanted:
-            self._evaluate(step, comparison, truth, task.first)
+        self._evaluate(step, comparison, truth, task.first)
         for index, feed in enumerate(task.feeds):
             if feed.fresh:
                 break
@@ -101,8 +100,7 @@ class _Run:
             )
             if self.number == sum(f.check == "steps" for f in task.feeds):
                 comparison.gathered(self.number, truth)
-                if "evaluate" in task.wanted:
-                    self._evaluate(step, comparison, truth, batch)
+                self._evaluate(step, comparison, truth, batch)
         if "optimizer state" in task.wanted:
             comparison.check = "optimizer state"
             comparison.optimizer(self.number, truth)
@@ -129,8 +127,7 @@ class _Run:
             with self.checking(feed.check):
                 comparison.check = feed.check
                 truth = self._train(step, comparison, index, batch)
-                if "evaluate" not in reference.skipped:
-                    self._evaluate(step, comparison, truth, batch)
+                self._evaluate(step, comparison, truth, batch)
         if reference.outputs:
             self.report.made.append("outputs")
         step.close()
@@ -153,7 +150,7 @@ class _Run:
     def _evaluate(
         self, step: Step, comparison: Comparison, truth: dict[str, Any], batch: Any
     ) -> None:
-        if truth["evaluation"] is None:
+        if "evaluation" not in truth:
             return
         own = comparison.check
         comparison.check = "evaluate" if own == "steps" else own

@@ -20,11 +20,12 @@ from whale.annotations import TAG
 from whale.config import Config
 from whale.engine.capture import capture
 from whale.engine.draw_recorder import Randomness
+from whale.engine.step import OptimizerFactory
 from whale.engine.weights import local_copy
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.runtime import batch as batches
-from whale.verification.compare import error_of
+from whale.verification.compare import dense, error_of
 from whale.verification.masks import Watch
 from whale.verification.merging import merge_of, merged
 from whale.verification.plain import How, Part, Plain, Untrainable, loss_of, rows_meet
@@ -73,13 +74,16 @@ class _Truth:
         task, reference = self.task, self.reference
         reference.outputs = self._outputs()
         first = self._how(0, task.first)
-        self._write(0, {**self._evaluate(0, task.first, first), **_state(self.model)})
-        step = 0
+        data = _state(self.model)
+        if "evaluate" in task.wanted:
+            data |= self._evaluate(0, task.first, first)
+        self._write(0, data)
+        step, last = 0, max(i for i, feed in enumerate(task.feeds) if feed.check == "steps")
         for index, feed in enumerate(task.feeds):
             reasons = []
             for choice, batch in enumerate(feed.batches):
                 try:
-                    data, kind = self._step(step, batch)
+                    data, how = self._step(step, batch)
                 except Exception as error:
                     if isinstance(error, Untrainable) and not feed.optional:
                         raise _not_finite(error) from error
@@ -87,11 +91,13 @@ class _Truth:
                         raise
                     reasons.append(str(error).strip().splitlines()[0] if str(error) else "?")
                     continue
+                if feed.fresh or (index == last and "evaluate" in task.wanted):
+                    data |= self._evaluate(step, batch, how)
                 step += 1
                 reference.chosen[index] = choice
                 self._write(index + 1, data)
-                if kind == "rows" or not feed.optional:
-                    self.kinds.add(kind)
+                if how.kind == "rows" or not feed.optional:
+                    self.kinds.add(how.kind)
                 break
             else:
                 why = f"one device cannot: {reasons[0]}" if reasons else "the batch has no such one"
@@ -125,7 +131,7 @@ class _Truth:
         said = [TEXTS[kind] for kind in TEXTS if kind in self.kinds]
         return "; ".join(said) + (HANDED if self.random else "")
 
-    def _step(self, step: int, batch: Any) -> tuple[dict[str, Any], str]:
+    def _step(self, step: int, batch: Any) -> tuple[dict[str, Any], How]:
         task, model = self.task, self.model
         how = self._how(step, batch)
         before = [b.detach().clone() for b in model.buffers()]
@@ -145,8 +151,7 @@ class _Truth:
             )
         if self.optimizer is None:
             self.reference.float32 = dtype == torch.float32
-            named_params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            self.optimizer = task.make_optimizer(self.reference.float32)(named_params)
+            self.optimizer = _made(task.make_optimizer(self.reference.float32), model)
         if task.config.communication.gradients_reduce_method == "sum":
             self._multiply(step, batch)
         norm = clip(model, task.config.optimizer.max_grad_norm)
@@ -158,11 +163,10 @@ class _Truth:
             "gradients": gradients,
             "outputs": _merged(self.reference.outputs, parts),
             "optimizer": _optimizer_state(model, self.optimizer),
-            **self._evaluate(step, batch, how),
             **_state(model),
         }
         self.optimizer.zero_grad()
-        return data, how.kind
+        return data, how
 
     def _how(self, step: int, batch: Any) -> How:
         """How the loss of a batch is put together; nothing of Whale's is asked."""
@@ -230,14 +234,21 @@ class _Truth:
         return self.still
 
     def _evaluate(self, step: int, batch: Any, how: How) -> dict[str, Any]:
-        """The loss and the named outputs in eval mode, with the weights of now."""
-        twin = self._still()
+        """The loss and the named outputs in eval mode, with the weights of now.
+
+        Of the model that trains, as a script does it: a forward may count its calls.
+        """
+        flags = {module: module.training for module in self.model.modules()}
+        self.model.eval()
         try:
             with torch.no_grad():
-                parts = twin.parts(step, batch, how)
+                parts = self.trained.parts(step, batch, how)
         except Exception as error:
             self.reference.skipped["evaluate"] = f"one device cannot: {error}".splitlines()[0]
-            return {"evaluation": None}
+            return {}
+        finally:
+            for module, flag in flags.items():
+                module.training = flag
         return {
             "evaluation": loss_of(parts),
             "evaluation outputs": _merged(self.reference.outputs, parts),
@@ -296,12 +307,21 @@ def _merged(wanted: dict[str, str], parts: list[Part]) -> dict[str, Tensor]:
     return merged(wanted, [p.named for p in parts], [p.span for p in parts])
 
 
+def _made(factory: OptimizerFactory, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer; some factories want parameters without their names."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    try:
+        return factory(named)
+    except (TypeError, AttributeError):
+        return factory([p for _, p in named])
+
+
 def clip(model: nn.Module, max_norm: float | None) -> Tensor | None:
     """Clips by the norm over all elements of all gradients; returns the norm before."""
     if max_norm is None:
         return None
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
+    norm = torch.stack([dense(grad).abs().double().square().sum() for grad in grads]).sum().sqrt()
     for grad in grads:
         grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype)
     return norm
@@ -373,7 +393,8 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def _state(model: nn.Module) -> dict[str, Any]:
     return {
         "weights": {n: p.detach() for n, p in model.named_parameters()},
-        "buffers": {n: b.detach() for n, b in model.named_buffers()},
+        # A copy: an evaluation may change it before it is written.
+        "buffers": {n: b.detach().clone() for n, b in model.named_buffers()},
     }
 
 

@@ -138,7 +138,7 @@ def rows_meet(model: nn.Module, changes: bool) -> bool:
 
     `changes`: a forward changes buffers.
     """
-    norms = nn.modules.batchnorm._NormBase
+    norms = nn.modules.batchnorm._BatchNorm
     return changes or any(
         getattr(m, "rows_interact", False) or (isinstance(m, norms) and m.training)
         for m in model.modules()
