@@ -203,7 +203,9 @@ def test_a_model_that_fails_on_one_device() -> None:
 def test_the_model_is_not_changed() -> None:
     model = CASES["norm"].model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    verdict = wh.verify(model, batch=vectors(5), loss=cross_entropy, cluster=cluster(2), steps=1)
+    verdict = wh.verify(
+        model, batch=vectors(5), loss=cross_entropy, cluster=cluster(2), steps=1, checks=["steps"]
+    )
     assert verdict.ok
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
@@ -224,7 +226,9 @@ def test_a_model_on_the_meta_device() -> None:
     case = CASES["data"]
     with torch.device("meta"):
         model = wh.annotate(case.build(), case.entries())
-    verdict = wh.verify(model, batch=case.batch, loss=cross_entropy, cluster=cluster(2), steps=1)
+    verdict = wh.verify(
+        model, batch=case.batch, loss=cross_entropy, cluster=cluster(2), steps=1, checks=["steps"]
+    )
     assert verdict.ok, str(verdict)
 
 
@@ -385,13 +389,20 @@ def test_command_equal(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     data = json.loads(capsys.readouterr().out)
     assert data["ok"] is True
     assert data["num_ranks"] == 2
-    assert main([*command, "--json", str(tmp_path / "verdict.json")]) == 0
+    assert data["dtype"] == "float64"
+    few = [*command, "--checks", "steps,evaluate", "--dtype", "float32"]
+    assert main([*few, "--json", str(tmp_path / "verdict.json")]) == 0
     assert capsys.readouterr().out.startswith("equal: 2 tensors on 2 ranks")
-    assert json.loads((tmp_path / "verdict.json").read_text())["mismatches"] == []
+    data = json.loads((tmp_path / "verdict.json").read_text())
+    assert data["mismatches"] == []
+    assert data["dtype"] == "float32"
+    made = [check["name"] for check in data["checks"] if check["status"] == "equal"]
+    assert made == ["steps", "evaluate"]
 
 
 def test_command_not_equal(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", f"{file}:bad", "--cluster", "1x2xCPU", "--steps", "1", "--json", "-"]
+    command += ["--checks", "steps"]
     assert main(command) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["mismatches"][0]["tensor"] in ("inner.weight", "inner.bias")
