@@ -141,7 +141,7 @@ class Weighted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0]))
+        self.register_buffer("weight", torch.tensor([1.2, 1.0, 3.0, 1.5, 2.0]))
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, weight=self.weight)

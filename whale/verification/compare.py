@@ -20,7 +20,8 @@ ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 def greatest(tensor: Tensor) -> float:
     """The greatest finite entry by size."""
-    values = dense(tensor).abs().double()
+    values = dense(tensor)
+    values = values.abs().double() if values.is_complex() else values.double().abs()
     values = values[torch.isfinite(values)]
     return float(values.max()) if values.numel() else 0.0
 
