@@ -23,9 +23,9 @@ from tests.unit.nn.members import together
 from whale.nn import batch_norm_kernels, dropout_kernel
 from whale.nn.batch_norm import SyncedBatchNorm
 from whale.nn.dropout import drop, position_mask
+from whale.nn.forwards import replace_forward
 from whale.nn.keyed_modules import KeyedDropout
 from whale.nn.randomness import BatchDims, CallNames, Draws
-from whale.nn.forwards import replace_forward
 from whale.runtime import groups
 from whale.runtime.collectives import all_sum
 from whale.runtime.context import StepContext
