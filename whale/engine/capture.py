@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributions import Distribution
 
 from whale.engine.draw_recorder import DrawRecorder, Randomness
 from whale.engine.examples import Example, example_of
@@ -38,7 +36,7 @@ from whale.nn.moe.layer import MoE
 from whale.nn.randomness import follow_all
 from whale.runtime import batch as batches
 from whale.runtime import generators, recompute
-from whale.runtime.compat import fake_mode, real_tensors
+from whale.runtime.compat import fake_mode, real_tensors, unchecked_distributions
 
 ROWS = (2, 3)
 
@@ -137,7 +135,7 @@ def _run(
                 _watch_inputs(path, layer, run)
             replace_forward(layer, _watched(path, layer, tracer, counter, run, split_layers, names))
         follow_all(tracer.recorder.names, fake.named_modules())
-        with counter, recompute.watched(tracer), _unchecked_distributions():
+        with counter, recompute.watched(tracer), unchecked_distributions():
             if traced:
                 with tracer:
                     out = batches.call_model(fake, loss, inputs)
@@ -210,17 +208,6 @@ def _watch_dropouts(fake: nn.Module, recorder: DrawRecorder, counter: WorkCounte
 
 def _drops(module: Any) -> bool:
     return bool(module.training and module.p > 0.0)
-
-
-@contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """torch.distributions ask for the values of their arguments, which fakes do not have."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 def _watch_queues(fake: nn.Module, run: Run) -> None:

@@ -56,9 +56,7 @@ def seen_draws(
     )
 
 
-def _consistent(
-    known: dict[Name, Drawn], more: dict[Name, Drawn], rows: int
-) -> dict[Name, Drawn]:
+def _consistent(known: dict[Name, Drawn], more: dict[Name, Drawn], rows: int) -> dict[Name, Drawn]:
     """The draws of ROWS[1] rows that have as many numbers per row with other rows."""
     kept = {}
     for name, call in known.items():

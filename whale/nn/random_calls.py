@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from whale.nn import draws
+from whale.runtime.compat import sample_dirichlet, standard_gamma
 
 CALLS: dict[Any, Callable[..., Any]] = {}
 """Function -> handler(mode, *its arguments); the mode gives the place."""
@@ -190,12 +191,12 @@ def _binomial(mode: Any, count: Tensor, prob: Tensor) -> Tensor:
     return draws.binomial(mode.place(shape, count.device), count, prob).to(count.dtype)
 
 
-@_handles(torch._standard_gamma)
+@_handles(standard_gamma)
 def _standard_gamma(mode: Any, alpha: Tensor) -> Tensor:
     return draws.gamma(mode.place(alpha.shape, alpha.device), alpha)
 
 
-@_handles(torch._sample_dirichlet)
+@_handles(sample_dirichlet)
 def _sample_dirichlet(mode: Any, concentration: Tensor) -> Tensor:
     parts = draws.gamma(mode.place(concentration.shape, concentration.device), concentration)
     return parts / parts.sum(-1, keepdim=True)

@@ -145,6 +145,42 @@ def test_draws_that_capture_never_saw_are_refused() -> None:
         step(BATCH)
 
 
+class _Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] + torch.rand_like(grads[0])
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.module(x).backward(grads[0])
+        return x.grad, None
+
+
+def test_draws_in_a_backward_are_refused() -> None:
+    with pytest.raises(WhaleError, match="not keyed"):
+        step_of(lambda m, h: _Noisy.apply(h))(BATCH)
+    model = Two(lambda m, h: _Again.apply(h, m.drop))
+    model.drop = nn.Dropout(0.5)
+    step = wh.parallelize(model, optimizer=partial(torch.optim.SGD, lr=0.1), batch=BATCH, loss=loss)
+    with pytest.raises(WhaleError, match="inside a backward"):
+        step(BATCH)
+
+
 def test_a_generator_of_the_users_is_left_to_it_in_one_process() -> None:
     def between(model: nn.Module, h: Tensor) -> Tensor:
         return h + torch.randn(6, generator=torch.Generator().manual_seed(3))
