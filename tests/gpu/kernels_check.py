@@ -22,8 +22,10 @@ from torch.nn import functional as F  # noqa: N812
 from tests.unit.nn.members import together
 from whale.nn import batch_norm_kernels, dropout_kernel
 from whale.nn.batch_norm import SyncedBatchNorm
-from whale.nn.dropout import KeyedDropout, drop, position_mask
+from whale.nn.dropout import drop, position_mask
 from whale.nn.forwards import replace_forward
+from whale.nn.keyed_modules import KeyedDropout
+from whale.nn.randomness import BatchDims, CallNames, Draws
 from whale.runtime import groups
 from whale.runtime.collectives import all_sum
 from whale.runtime.context import StepContext
@@ -103,7 +105,8 @@ def check_dropout_module_is_the_same_on_cpu_and_gpu(device: str) -> None:
     outs = []
     for where in ("cpu", device):
         context = StepContext(seed=3, step=2, first_row=9, rows=6)
-        keyed = KeyedDropout(nn.Dropout(0.2), "name", context)
+        draws = Draws(CallNames(context), BatchDims({("name", 0): (3, 0)}))
+        keyed = KeyedDropout(nn.Dropout(0.2), "name", draws)
         outs.append([keyed(x.to(where)).cpu(), keyed(x.to(where)).cpu()])
     assert torch.equal(outs[0][0], outs[1][0])
     assert torch.equal(outs[0][1], outs[1][1])

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributions import Distribution
 
 from whale.engine.draw_recorder import DrawRecorder, Randomness
 from whale.engine.examples import Example, example_of
@@ -38,7 +36,7 @@ from whale.nn.moe.layer import MoE
 from whale.nn.randomness import follow_all
 from whale.runtime import batch as batches
 from whale.runtime import generators, recompute
-from whale.runtime.compat import fake_mode, real_tensors
+from whale.runtime.compat import fake_mode, real_tensors, unchecked_distributions
 
 ROWS = (2, 3)
 
@@ -137,7 +135,7 @@ def _run(
                 _watch_inputs(path, layer, run)
             replace_forward(layer, _watched(path, layer, tracer, counter, run, split_layers, names))
         follow_all(tracer.recorder.names, fake.named_modules())
-        with counter, recompute.watched(tracer), _unchecked_distributions():
+        with counter, recompute.watched(tracer), unchecked_distributions():
             if traced:
                 with tracer:
                     out = batches.call_model(fake, loss, inputs)
@@ -212,17 +210,6 @@ def _drops(module: Any) -> bool:
     return bool(module.training and module.p > 0.0)
 
 
-@contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """torch.distributions ask for the values of their arguments, which fakes do not have."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
-
-
 def _watch_queues(fake: nn.Module, run: Run) -> None:
     """Keeps the shapes of what mixtures of experts read that drop by order."""
     for path, module in fake.named_modules():
@@ -267,9 +254,7 @@ def capture(
         return _capture(model, batch, loss, training)
 
 
-def _capture(
-    model: nn.Module, batch: Any, loss: batches.Loss | None, training: bool
-) -> Captured:
+def _capture(model: nn.Module, batch: Any, loss: batches.Loss | None, training: bool) -> Captured:
     layers = find_layers(model)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
@@ -295,7 +280,7 @@ def _capture(
             "parallelism does not",
         )
         first, second = _untraced(model, batch, loss, split_layers, refusal, training)
-    random = seen_draws(first, second, model, batch, loss, training)
+    random = seen_draws(first, second, model, batch, loss, training, traced=program is not None)
     if random.foreign and program is not None:
         refusal, program = _refuse_foreign(random.foreign), None
     examples = {

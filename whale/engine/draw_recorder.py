@@ -11,8 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from whale.nn.random_calls import COMPOSED, HANDLERS, opened
-from whale.nn.randomness import UNKNOWN, CallNames, Draws, KeyedRandom, Name, noted
+from whale.nn.random_dropouts import COMPOSED, opened
+from whale.nn.randomness import (
+    HANDLERS,
+    UNKNOWN,
+    BatchDims,
+    CallNames,
+    Draws,
+    KeyedRandom,
+    Name,
+    noted,
+)
 from whale.runtime.context import StepContext
 
 
@@ -30,8 +39,8 @@ class Drawn:
 class Randomness:
     """What capture knows of a model's draws."""
 
-    dims: dict[Name, int | None] = field(default_factory=dict)
-    """Where the batch is in each; None: nowhere."""
+    dims: BatchDims = field(default_factory=BatchDims)
+    """Where the batch is in each."""
     drawing: frozenset[str] = frozenset()
     """Paths of the modules that draw themselves."""
     known: bool = False
@@ -51,7 +60,7 @@ class DrawRecorder(KeyedRandom):
     """Runs random functions as they are, and writes down what they draw."""
 
     def __init__(self) -> None:
-        super().__init__(Draws(CallNames(StepContext()), {}))
+        super().__init__(Draws(CallNames(StepContext()), BatchDims()))
         self.calls: dict[Name, Drawn] = {}
         self.last: Name | None = None
         """The name of what the function run last drew; None: nothing."""
@@ -93,10 +102,21 @@ class DrawRecorder(KeyedRandom):
 
 
 def randomness(
-    first: dict[Name, Drawn], second: dict[Name, Drawn], rows: tuple[int, int], **more: Any
+    first: dict[Name, Drawn],
+    second: dict[Name, Drawn],
+    rows: tuple[int, int],
+    *,
+    exact: bool,
+    **more: Any,
 ) -> Randomness:
-    """What two runs with different rows show."""
-    dims = {name: _batch_dim(call, second.get(name), rows) for name, call in first.items()}
+    """What two runs with different rows show; `exact`: every forward makes these draws."""
+    dims = BatchDims(
+        {
+            name: (len(call.shape), _batch_dim(call, second.get(name), rows))
+            for name, call in first.items()
+        },
+        exact,
+    )
     drawing = frozenset(path for (path, _), call in first.items() if call.drawn)
     return Randomness(dims=dims, drawing=drawing, **more)
 

@@ -6,13 +6,14 @@ same when the rows are computed apart is refused here, never silently weighed (d
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
 from whale.errors import WhaleError
-from whale.nn.randomness import PlainDraws
+from whale.nn.randomness import BatchDims, PlainDraws
 from whale.runtime import batch as batches
 from whale.runtime import generators
 from whale.runtime.means import MeanTracker
@@ -21,12 +22,10 @@ from whale.runtime.means import MeanTracker
 _ROWS = 16
 
 
-def check_parts(
-    model: nn.Module, batch: Any, loss: batches.Loss | None, draws: PlainDraws
-) -> None:
+def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None, dims: BatchDims) -> None:
     """Compares the loss of a few rows with that of the same rows in two parts.
 
-    What the model draws is the same for the same rows, by `draws`.
+    What the model draws is the same for the same rows; `dims` say where they are.
 
     A model on the meta device has no values yet and is not tried, nor is one with a layer that says
     its rows interact: experts with limited room see the whole micro-batch under every layout.
@@ -40,15 +39,18 @@ def check_parts(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     flags = {module: module.training for module in model.modules()}
     model.eval()
+    draws = PlainDraws(model, dims, 0)
+    draws.draws.lenient = True
     try:
-        draws.draws.lenient = True
-        with torch.no_grad(), generators.kept():
+        with torch.no_grad(), generators.kept(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
             few = batches.spread_rows(batch, rows, device)
             whole, *parts = (
                 _measure(model, loss, few, draws, low, high)
                 for low, high in ((0, rows), (0, 1), (1, rows))
             )
     finally:
+        draws.close()
         for module, flag in flags.items():
             module.training = flag
     if draws.draws.unplaced:
@@ -73,7 +75,11 @@ def _measure(
 ) -> tuple[float, float, torch.dtype]:
     tracker = MeanTracker()
     rows, batch = batches.num_rows(few), batches.take_rows(few, low, high)
-    with draws.at(step=0, first_row=low, rows=high - low, micro_rows=rows), tracker:
+    with (
+        draws.at(step=0, first_row=low, rows=high - low, micro_rows=rows),
+        generators.seeded(0),
+        tracker,
+    ):
         value = batches.call_model(model, loss, batch)["loss"]
     count = float(tracker.count(value, batches.num_rows(batch)))
     return float(value) * count, count, value.dtype

@@ -107,6 +107,8 @@ def install_randomness(
             ((p, m) for p, m in local.named_modules() if p in others or not seen.known),
         )
     draws.guarded = True
+    if cut and plan.num_micro_batch > 1:
+        names.settled = dict(local.named_buffers())
     return Surroundings(names, draws, mode, bool(seen.foreign), plan.num_ranks)
 
 
@@ -148,4 +150,3 @@ def with_heads(module: nn.Module, shard: Shard, names: CallNames) -> None:
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
-

@@ -21,7 +21,7 @@ from whale.errors import CaptureError
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One call of checkpoint: its number in the forward, and how it saves some values if it does."""
+    """One call of checkpoint: its number in the forward, and its own way to save some values."""
 
     number: int
     context_fn: Callable[[], Any] | None
@@ -101,7 +101,7 @@ def run_region(
         run(segment.ops, own)
         return tuple(own[value] for value in segment.makes)
 
-    more = {} if region.context_fn is None else {"context_fn": region.context_fn}
+    more: dict[str, Any] = {} if region.context_fn is None else {"context_fn": region.context_fn}
     made = checkpoint(
         inside,
         *(values[value] for value in segment.reads),

@@ -184,7 +184,9 @@ class CutStage:
         self.outgoing: Mapping[int, list[int]] = part.outgoing
         self.has_loss = part.result is not None
         modules = dict(model.named_modules(remove_duplicate=False))
-        self.layers = {op.layer: _called(modules[op.layer]) for op in part.ops if op.layer is not None}
+        self.layers = {
+            op.layer: _called(modules[op.layer]) for op in part.ops if op.layer is not None
+        }
         self.model = model
         last_layer = max((i for i, op in enumerate(part.ops) if op.layer is not None), default=0)
         tail = last_layer if self.has_loss else len(part.ops)

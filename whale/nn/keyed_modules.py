@@ -49,9 +49,7 @@ class KeyedDropout:
             return drop(x, p, key, context, dim, sharded)
 
 
-def key_multihead(
-    forward: MultiheadForward, path: str, draws: Draws, shard: Shard | None
-) -> None:
+def key_multihead(forward: MultiheadForward, path: str, draws: Draws, shard: Shard | None) -> None:
     """Keys the dropout of an nn.MultiheadAttention whose forward is ours."""
 
     def keyed(x: torch.Tensor, p: float) -> torch.Tensor:

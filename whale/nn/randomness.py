@@ -20,10 +20,15 @@ from torch import nn
 from whale.errors import WhaleError
 from whale.nn.draws import Place
 from whale.nn.dropout import drop, key_of, offsets_of
-from whale.nn.random_calls import COMPOSED, HANDLERS, opened
+from whale.nn.random_calls import CALLS
+from whale.nn.random_dropouts import COMPOSED, DROPOUTS, opened
 from whale.runtime import recompute
+from whale.runtime.compat import in_backward, version
 from whale.runtime.context import StepContext
 from whale.runtime.generators import check_unseeded
+
+HANDLERS = {**CALLS, **DROPOUTS}
+"""Every random function of torch that is keyed."""
 
 Name = tuple[str, int]
 """The path of the module that draws, and which of its draws it is."""
@@ -31,8 +36,29 @@ Name = tuple[str, int]
 UNKNOWN = -1
 """The batch dim of a draw whose rows cannot be told."""
 
-BatchDims = Mapping[Name, int | None]
-"""Where the batch is in each draw; None: it has none."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchDims:
+    """Where the batch is in each draw: its number of dims and the batch's; None: it has none.
+
+    `exact` says that every forward makes the same draws. Where it may skip some (a layer dropped by
+    chance), numbers shift, and only what a module's draws of as many dims have in common is known.
+    """
+
+    by_name: Mapping[Name, tuple[int, int | None]] = dataclasses.field(default_factory=dict)
+    exact: bool = True
+
+    def of(self, name: Name, num_dims: int) -> int | None:
+        """The batch dim of a draw; UNKNOWN where it cannot be told."""
+        if not num_dims:
+            return None
+        found = self.by_name.get(name)
+        if self.exact and found is not None and found[0] == num_dims:
+            return found[1]
+        alike = {
+            dim for (path, _), (n, dim) in self.by_name.items() if (path, n) == (name[0], num_dims)
+        }
+        return alike.pop() if len(alike) == 1 else UNKNOWN
 
 
 class CallNames:
@@ -49,6 +75,8 @@ class CallNames:
         """(first, own, all) units of the attention now running, when it is split."""
         self.closed = ""
         """Why nothing may be drawn in the code now running; empty: it may."""
+        self.settled: dict[str, torch.Tensor] = {}
+        """Buffers that a recompute must not change: other micro-batches ran in between."""
 
     def begin(self) -> None:
         """A forward begins."""
@@ -104,11 +132,21 @@ class CallNames:
     def at(self, position: Any) -> Iterator[None]:
         """Inside, the forward is where it was."""
         now = self.position()
+        versions = {name: version(buffer) for name, buffer in self.settled.items()}
         self._go(position)
         try:
             yield
         finally:
             self._go(now)
+            changed = [n for n, buffer in self.settled.items() if version(buffer) != versions[n]]
+            if changed:
+                raise WhaleError(
+                    f"a checkpoint in the model changes the buffer {changed[0]} a second time when "
+                    "it recomputes, and a pipeline runs other micro-batches in between: the order "
+                    "is not that of one device",
+                    hint="keep modules that track statistics (batch norm) out of checkpoints, or "
+                    "use one micro-batch",
+                )
 
     def _go(self, position: Any) -> None:
         values, stack, counts, self.heads, self.closed = position
@@ -121,17 +159,20 @@ class Draws:
     """Where each draw of a model has its batch, and so the key and the rows of a draw."""
 
     def __init__(self, names: CallNames, dims: BatchDims) -> None:
-        self.names, self.dims = names, dict(dims)
-        by_path: dict[str, set[int | None]] = {}
-        for (path, _), dim in self.dims.items():
-            by_path.setdefault(path, set()).add(dim)
-        self._alike = {path: next(iter(d)) for path, d in by_path.items() if len(d) == 1}
+        self.names, self.dims = names, dims
+        self._known: dict[tuple[Name, int], int | None] = {}
         self.lenient = False
         """Whether a draw whose rows cannot be told is one of the micro-batch, wherever it is."""
         self.guarded = False
         """Whether generators are watched around the forward."""
         self.unplaced: list[Name] = []
         """Draws whose rows could not be told."""
+
+    def dim(self, name: Name, num_dims: int) -> int | None:
+        """The batch dim of a draw, looked up once."""
+        if (name, num_dims) not in self._known:
+            self._known[name, num_dims] = self.dims.of(name, num_dims)
+        return self._known[name, num_dims]
 
     def where(self, name: Name, shape: Sequence[int]) -> tuple[int, int | None]:
         """The key of a draw, and its batch dim (None: one draw for the micro-batch)."""
@@ -142,11 +183,18 @@ class Draws:
                 f"{path or 'the model'} draws random numbers {self.names.closed}",
                 hint="draw them outside of this module, or do not split it",
             )
-        if self.guarded and not recompute.rerunning():
-            check_unseeded()
+        if not recompute.rerunning():
+            if in_backward():
+                raise WhaleError(
+                    f"{path or 'the model'} draws random numbers inside a backward, in code that "
+                    "runs a forward again by itself: the step has moved on since",
+                    hint="recompute with torch.utils.checkpoint, which Whale follows",
+                )
+            if self.guarded:
+                check_unseeded()
         key = key_of(context.seed, context.step, path, number)
-        dim = self.dims.get(name, self._alike.get(path, UNKNOWN))
-        if dim is None or not shape:
+        dim = self.dim(name, len(shape))
+        if dim is None:
             return key, None
         fits = 0 <= dim < len(shape) and (not context.rows or shape[dim] % context.rows == 0)
         if fits:
@@ -220,7 +268,7 @@ class KeyedRandom(recompute.RerunMode):
     def place_whole(self, shape: Sequence[int], device: Any = None) -> Place:
         """The same for numbers that make sense together only: a permutation."""
         path, context = self._path(), self.names.context
-        dim = self.draws.dims.get((path, self.names.counts.get(path, 0)), UNKNOWN)
+        dim = self.draws.dim((path, self.names.counts.get(path, 0)), 1)
         if dim is not None and context.rows != context.micro_rows:
             raise WhaleError(
                 f"{path or 'the model'} draws a permutation of {shape[0]}, which has to do with "
@@ -263,12 +311,13 @@ class KeyedRandom(recompute.RerunMode):
         They are what one device draws as long as this rank makes all the draws of one device.
         """
         shape, _ = noted(self, handler, args, kwargs)
-        dim = self.draws.dims.get(self.names.next(), UNKNOWN)
+        dim = self.draws.dim(self.names.next(), len(shape or ()))
         context = self.names.context
         alone = context.rows == context.micro_rows
         if self.cut or not (alone or dim is None):
             raise WhaleError(
-                f"{self._path() or 'the model'} draws numbers of shape {shape} from a torch.Generator of its own, "
+                f"{self._path() or 'the model'} draws numbers of shape {shape} from "
+                "a torch.Generator of its own, "
                 + (
                     "of which other stages would have to draw too"
                     if self.cut
@@ -323,6 +372,8 @@ def noted(
 class PlainDraws:
     """The same draws around a plain model: nothing in it is replaced, its modules are followed.
 
+    A backward may recompute parts of the forward, so they are until `close`.
+
     Args:
         model: In one process, on all rows of its micro-batches or on some.
         dims: Where its draws have their batch: `Captured.random`.
@@ -330,10 +381,15 @@ class PlainDraws:
     """
 
     def __init__(self, model: nn.Module, dims: BatchDims, seed: int) -> None:
-        self.model = model
         self.names = CallNames(StepContext(seed=seed))
         self.draws = Draws(self.names, dims)
         self.mode = KeyedRandom(self.draws)
+        self._hooks = follow_all(self.names, model.named_modules())
+
+    def close(self) -> None:
+        """Follows the model no longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def at(
@@ -351,13 +407,8 @@ class PlainDraws:
         context.rows = rows
         context.micro_rows = rows if micro_rows is None else micro_rows
         self.names.begin()
-        hooks = follow_all(self.names, self.model.named_modules())
-        try:
-            with recompute.scope(self.names), self.mode:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with recompute.scope(self.names), self.mode:
+            yield
 
 
 def follow_all(names: CallNames, modules: Iterable[tuple[str, nn.Module]]) -> list[Any]:

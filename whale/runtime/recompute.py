@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from whale.runtime import compat
 
-
 _T = TypeVar("_T")
 
 
@@ -217,4 +216,3 @@ def _frames(original: Callable[..., Any]) -> Callable[..., Iterator[None]]:
 def install() -> None:
     """Wraps what torch's checkpoint calls, once; outside of our forwards nothing changes by it."""
     compat.wrap_checkpoint(_Reentrant, _frames)
-
