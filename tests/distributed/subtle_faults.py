@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import whale as wh
 from tests.distributed.faults import (
@@ -74,6 +75,24 @@ class Attention(nn.Module):
         ).flatten(2)
         x = x + self.multi(x, x, x, need_weights=False)[0]
         return self.head(x)
+
+
+class Noisy(nn.Module):
+    """Draws that are no dropout, and a checkpoint that runs its dropout again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mean, self.spread = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 5)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return F.dropout(self.first(x).relu(), 0.3, self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self._inner, x, use_reentrant=False)
+        mean, spread = self.mean(h), self.spread(h).exp()
+        jitter = torch.empty_like(mean).uniform_(0.9, 1.1) if self.training else 1.0
+        return self.last(mean * jitter + spread * torch.randn_like(spread) * 0.1)
 
 
 class Odd(nn.Module):
@@ -163,6 +182,7 @@ CASES: dict[str, Case] = {
     "attention-nested": Case(
         Attention, lambda: {"": (wh.replicate(4), wh.split(2))}, tokens(5), num_ranks=4
     ),
+    "noisy": Case(Noisy, replicated, vectors(5), config=MICRO_2),
     "odd": Case(Odd, replicated, vectors(5)),
     "own-loss": Case(OwnLoss, replicated, keyed(6), config=MICRO_2, loss=None),
     "weighted": Case(plain, replicated, vectors(6), 1, config=MICRO_2, loss=Weighted()),

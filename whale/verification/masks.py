@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from whale.engine.draw_recorder import Randomness
 from whale.nn.dropout import key_of
-from whale.nn.random_calls import COMPOSED, opened
+from whale.nn.random_dropouts import COMPOSED, opened
 from whale.nn.randomness import KeyedRandom, PlainDraws
 from whale.runtime import generators
 from whale.runtime.recompute import RerunMode
