@@ -123,10 +123,11 @@ class Case:
 
     build: Callable[[], nn.Module]
     entries: Callable[[], dict[str, Any]]
-    batch: tuple[Tensor, Tensor]
+    batch: Any
     num_ranks: int = 2
     speeds: tuple[float, ...] | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any, Any], Tensor] | None = cross_entropy
 
     def model(self) -> nn.Module:
         """The same annotated model every time."""

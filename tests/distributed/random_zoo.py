@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, Gamma, Normal
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import whale as wh
 
@@ -214,6 +220,22 @@ class InGlue(Stack):
         return self.head(x)
 
 
+def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Stack):
+    """Checkpoints that save the matrix products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            contexts = partial(create_selective_checkpoint_contexts, _keeps_products)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return self.head(x)
+
+
 class Sequenced(Stack):
     """checkpoint_sequential, and a checkpoint in a checkpoint."""
 
@@ -264,6 +286,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "glue": lambda: InGlue(Block(dropouts), Block(paths_dropped), Attention(True), reentrant=False),
     "glue-reentrant": lambda: InGlue(Block(quiet), Block(sampled), reentrant=True),
+    "selective": lambda: Selective(Block(dropouts), Block(quiet), Inside(Attention(True), True)),
     "sequenced": lambda: Sequenced(Block(paths_dropped), Block(quiet), Block(dropouts)),
     "experts": lambda: Stack(Inside(Experts(), False), Inside(Experts(), True)),
     "norms": lambda: Stack(Inside(Normed(), False), Inside(Normed(), True)),

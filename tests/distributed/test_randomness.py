@@ -150,3 +150,12 @@ def test_three_ranks() -> None:
 def test_nested() -> None:
     names = ["attention", "vae", "inside", "glue", "sequenced", "paths", "sampled"]
     check(4, _staged(names, "data-tensor-uneven", "pipeline-tensor", "data-pipeline-uneven"))
+
+
+def on_rank_alone(name: str, layout: str) -> None:
+    trained(name, layout)
+
+
+def test_a_norm_that_is_recomputed_in_a_pipeline_is_refused() -> None:
+    failure = run_ranks(2, on_rank_alone, "norms", "gpipe", expect_failure=True)
+    assert "changes the buffer" in str(failure)

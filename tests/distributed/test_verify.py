@@ -38,10 +38,11 @@ def cluster(num_ranks: int, speeds: tuple[float, ...] | None = None) -> Cluster:
 def verify(case: Case, **more: Any) -> wh.Verdict:
     given: dict[str, Any] = {
         "batch": case.batch,
-        "loss": cross_entropy,
+        "loss": case.loss,
         "config": {**case.config, "cluster.balance": "speed"},
         "cluster": cluster(case.num_ranks, case.speeds),
         "steps": 2,
+        "checks": ["steps"],
         **more,
     }
     return wh.verify(case.model(), **given)
@@ -57,7 +58,7 @@ def test_a_true_plan_is_equal(name: str) -> None:
     assert verdict.worst_error <= verdict.tolerance == 1e-9
     assert not verdict.mismatches
     assert not verdict.folded
-    assert ("one rank" in verdict.reference) == (name == "dropout")
+    assert ("masks handed" in verdict.reference) == (name == "dropout")
     assert "equal:" in str(verdict)
     assert f"on {CASES[name].num_ranks} ranks" in verdict.line
 
@@ -202,7 +203,9 @@ def test_a_model_that_fails_on_one_device() -> None:
 def test_the_model_is_not_changed() -> None:
     model = CASES["norm"].model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    verdict = wh.verify(model, batch=vectors(5), loss=cross_entropy, cluster=cluster(2), steps=1)
+    verdict = wh.verify(
+        model, batch=vectors(5), loss=cross_entropy, cluster=cluster(2), steps=1, checks=["steps"]
+    )
     assert verdict.ok
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
@@ -223,7 +226,9 @@ def test_a_model_on_the_meta_device() -> None:
     case = CASES["data"]
     with torch.device("meta"):
         model = wh.annotate(case.build(), case.entries())
-    verdict = wh.verify(model, batch=case.batch, loss=cross_entropy, cluster=cluster(2), steps=1)
+    verdict = wh.verify(
+        model, batch=case.batch, loss=cross_entropy, cluster=cluster(2), steps=1, checks=["steps"]
+    )
     assert verdict.ok, str(verdict)
 
 
@@ -384,13 +389,20 @@ def test_command_equal(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     data = json.loads(capsys.readouterr().out)
     assert data["ok"] is True
     assert data["num_ranks"] == 2
-    assert main([*command, "--json", str(tmp_path / "verdict.json")]) == 0
+    assert data["dtype"] == "float64"
+    few = [*command, "--checks", "steps,evaluate", "--dtype", "float32"]
+    assert main([*few, "--json", str(tmp_path / "verdict.json")]) == 0
     assert capsys.readouterr().out.startswith("equal: 2 tensors on 2 ranks")
-    assert json.loads((tmp_path / "verdict.json").read_text())["mismatches"] == []
+    data = json.loads((tmp_path / "verdict.json").read_text())
+    assert data["mismatches"] == []
+    assert data["dtype"] == "float32"
+    made = [check["name"] for check in data["checks"] if check["status"] == "equal"]
+    assert made == ["steps", "evaluate"]
 
 
 def test_command_not_equal(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", f"{file}:bad", "--cluster", "1x2xCPU", "--steps", "1", "--json", "-"]
+    command += ["--checks", "steps"]
     assert main(command) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["mismatches"][0]["tensor"] in ("inner.weight", "inner.bias")

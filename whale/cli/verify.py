@@ -24,6 +24,8 @@ from whale.ir.plan import Plan
 from whale.models.registry import PRESETS, Preset, listing, near, preset
 from whale.runtime import batch as batches
 from whale.verification.check import verify
+from whale.verification.feeds import CHECKS
+from whale.verification.precision import DTYPES
 
 DEFAULT_ROWS = 8
 _FORMS = "a preset name, or file.py:factory"
@@ -57,9 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", metavar="F", help="the plan to try, as JSON (default: planned here)"
     )
     parser.add_argument("--batch", type=int, metavar="N", help="rows of the global batch")
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="steps (default 3)")
+    parser.add_argument("--steps", type=int, default=3, metavar="K", help="first steps (default 3)")
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="seconds for a run (default 120)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=sorted(DTYPES),
+        help="precision (default float64; float32 where the model runs in nothing else)",
+    )
+    parser.add_argument(
+        "--checks",
+        metavar="LIST",
+        help=f"checks to make, with commas between them (default all): {', '.join(CHECKS)}",
     )
     parser.add_argument(
         "--json", metavar="F", help="write the verdict as JSON; - is standard output"
@@ -80,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
             cluster=args.cluster,
             steps=args.steps,
             timeout=args.timeout,
+            dtype=args.dtype,
+            checks=None if args.checks is None else args.checks.split(","),
         )
     if args.json is not None:
         text = dumps({"model": args.model, "note": subject.note, **verdict.to_dict()})

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributions import Distribution
 
 from whale.engine.causality import CausalWatch
 from whale.engine.changes import changed as changed_state
@@ -45,7 +44,7 @@ from whale.nn.randomness import follow_all
 from whale.nn.router_losses import computed_by, shapes_only
 from whale.runtime import batch as batches
 from whale.runtime import generators, recompute
-from whale.runtime.compat import fake_mode, real_tensors, run_eagerly
+from whale.runtime.compat import fake_mode, real_tensors, run_eagerly, unchecked_distributions
 
 ROWS = (2, 3)
 
@@ -166,7 +165,7 @@ def _run(
         before = state_of(fake, loss, values=False)
         seeing = (counter, readers, readers.functions(), recompute.watched(tracer))
         with ExitStack() as stack:
-            for sight in (*seeing, _unchecked_distributions(), torch.enable_grad()):
+            for sight in (*seeing, unchecked_distributions(), torch.enable_grad()):
                 stack.enter_context(sight)
             if traced:
                 with tracer, tracer.functions():
@@ -244,17 +243,6 @@ def _watch_dropouts(fake: nn.Module, recorder: DrawRecorder, counter: WorkCounte
 
 def _drops(module: Any) -> bool:
     return bool(module.training and module.p > 0.0)
-
-
-@contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """torch.distributions ask for the values of their arguments, which fakes do not have."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 def _watch_queues(fake: nn.Module, run: Run) -> None:

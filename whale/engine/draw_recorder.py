@@ -11,8 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from whale.nn.random_calls import COMPOSED, HANDLERS, opened
-from whale.nn.randomness import UNKNOWN, BatchDims, CallNames, Draws, KeyedRandom, Name, noted
+from whale.nn.random_dropouts import COMPOSED, opened
+from whale.nn.randomness import (
+    HANDLERS,
+    UNKNOWN,
+    BatchDims,
+    CallNames,
+    Draws,
+    KeyedRandom,
+    Name,
+    noted,
+)
 from whale.runtime.context import StepContext
 
 

@@ -21,6 +21,8 @@ from whale.runtime import generators
 from whale.runtime.generators import Asked
 
 ROWS = (2, 3)
+_MORE_ROWS = (5, 7, 11)
+"""Tried as well: a size that depends on values may grow like the rows once, by chance."""
 
 
 def seen_draws(
@@ -37,10 +39,12 @@ def seen_draws(
     calls, asked = (first.calls, second.calls), (first.asked, second.asked)
     known = bool(first.result)
     if not known:
-        found = [_probed(model, batch, loss, rows, training) for rows in ROWS]
+        found = [_probed(model, batch, loss, rows, training) for rows in (*ROWS, *_MORE_ROWS)]
         known = all(done for _, _, done in found)
         calls = (found[0][0], found[1][0])
         asked = (found[0][1], found[1][1])
+        for rows, (more, _, _) in zip(_MORE_ROWS, found[2:], strict=True):
+            calls = (calls[0], _consistent(calls[1], more, rows))
     return randomness(
         calls[0],
         calls[1],
@@ -50,6 +54,18 @@ def seen_draws(
         foreign=" and ".join(asked[0].moved),
         foreign_rows=asked[0].end != asked[1].end,
     )
+
+
+def _consistent(known: dict[Name, Drawn], more: dict[Name, Drawn], rows: int) -> dict[Name, Drawn]:
+    """The draws of ROWS[1] rows that have as many numbers per row with other rows."""
+    kept = {}
+    for name, call in known.items():
+        other = more.get(name)
+        if other is not None and len(other.shape) == len(call.shape):
+            pairs = zip(call.shape, other.shape, strict=True)
+            if all(a == b or a * rows == b * ROWS[1] for a, b in pairs):
+                kept[name] = call
+    return kept
 
 
 def _probed(

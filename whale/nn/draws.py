@@ -16,6 +16,7 @@ import torch
 
 from whale.errors import WhaleError
 from whale.nn.dropout import key_of, position_hash
+from whale.runtime.compat import gamma_grad
 
 _LARGEST_COUNT = 1 << 12
 """Of a binomial: its distribution is written out."""
@@ -167,7 +168,7 @@ class _Gamma(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         alpha, sample = ctx.saved_tensors
-        return grads[0] * torch._standard_gamma_grad(alpha, sample), None
+        return grads[0] * gamma_grad(alpha, sample), None
 
 
 def gamma(place: Place, alpha: torch.Tensor) -> torch.Tensor:

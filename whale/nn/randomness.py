@@ -20,10 +20,15 @@ from torch import nn
 from whale.errors import WhaleError
 from whale.nn.draws import Place
 from whale.nn.dropout import drop, key_of, offsets_of
-from whale.nn.random_calls import COMPOSED, HANDLERS, opened
+from whale.nn.random_calls import CALLS
+from whale.nn.random_dropouts import COMPOSED, DROPOUTS, opened
 from whale.runtime import recompute
+from whale.runtime.compat import in_backward, version
 from whale.runtime.context import StepContext
 from whale.runtime.generators import check_unseeded
+
+HANDLERS = {**CALLS, **DROPOUTS}
+"""Every random function of torch that is keyed."""
 
 Name = tuple[str, int]
 """The path of the module that draws, and which of its draws it is."""
@@ -130,13 +135,13 @@ class CallNames:
     def at(self, position: Any) -> Iterator[None]:
         """Inside, the forward is where it was."""
         now = self.position()
-        versions = {name: buffer._version for name, buffer in self.settled.items()}
+        versions = {name: version(buffer) for name, buffer in self.settled.items()}
         self._go(position)
         try:
             yield
         finally:
             self._go(now)
-            changed = [n for n, buffer in self.settled.items() if buffer._version != versions[n]]
+            changed = [n for n, buffer in self.settled.items() if version(buffer) != versions[n]]
             if changed:
                 raise WhaleError(
                     f"a checkpoint in the model changes the buffer {changed[0]} a second time when "
@@ -181,8 +186,15 @@ class Draws:
                 f"{path or 'the model'} draws random numbers {self.names.closed}",
                 hint="draw them outside of this module, or do not split it",
             )
-        if self.guarded and not recompute.rerunning():
-            check_unseeded()
+        if not recompute.rerunning():
+            if in_backward():
+                raise WhaleError(
+                    f"{path or 'the model'} draws random numbers inside a backward, in code that "
+                    "runs a forward again by itself: the step has moved on since",
+                    hint="recompute with torch.utils.checkpoint, which Whale follows",
+                )
+            if self.guarded:
+                check_unseeded()
         key = key_of(context.seed, context.step, path, number)
         dim = self.dim(name, len(shape))
         if dim is None:

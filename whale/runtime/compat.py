@@ -17,6 +17,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import _symmetric_memory
+from torch.distributions import Distribution
 from torch.overrides import _get_current_function_mode_stack, resolve_name
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import flop_registry
@@ -195,3 +196,29 @@ def wrap_checkpoint(
         module._checkpoint_without_reentrant_generator = frames(
             module._checkpoint_without_reentrant_generator
         )
+
+
+standard_gamma: Callable[..., torch.Tensor] = torch._standard_gamma
+sample_dirichlet: Callable[..., torch.Tensor] = torch._sample_dirichlet
+gamma_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch._standard_gamma_grad
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """torch.distributions ask for the values of their arguments, which fake tensors do not have."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version
+
+
+def in_backward() -> bool:
+    """Whether autograd is running the code that asks."""
+    return torch._C._current_graph_task_id() != -1

@@ -21,6 +21,7 @@ from whale.runtime import batch as batches
 from whale.runtime import transfers
 from whale.runtime.clock import StepClock
 from whale.runtime.context import StepContext, step_backward
+from whale.runtime.generators import untouched
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.outputs import Part
 from whale.runtime.transfers import Channels
@@ -312,7 +313,7 @@ class Executor:
             self.before_backward(roots, flight.received.values())
         if roots:
             begun = self.clock.begin_compute()
-            with step_backward.run():
+            with step_backward.run(), untouched(self.context.step, 1):
                 torch.autograd.backward(roots, seeds)
             self.clock.end_compute(begun, action.kind, stage, 1)
         for source, values in module.incoming.items():

@@ -67,7 +67,7 @@ def seeded(seed: int) -> Iterator[Asked]:
 
 @contextmanager
 def untouched(step: int, num_ranks: int) -> Iterator[None]:
-    """Around a forward: torch's generators stay as they are, and nobody asks them.
+    """Around a forward or a backward: torch's generators stay as they are, and nobody asks them.
 
     Inside, the CPU's is seeded with a number of our own, so that a seed set by the model shows.
     """
@@ -83,8 +83,8 @@ def untouched(step: int, num_ranks: int) -> Iterator[None]:
         if not torch.equal(generator.get_state(), _fresh[0]) or _devices() != device:
             raise WhaleError(
                 "the model draws random numbers from torch's generator that are not keyed by "
-                "sample (a kernel of its own, code that capture did not see, or a seed set in its "
-                "forward), so they depend on the layout",
+                "sample (a kernel of its own, code that capture did not see, a backward of its "
+                "own, or a seed set in its forward), so they depend on the layout",
                 hint="draw them with torch's functions (torch.rand, F.dropout, ...) in the forward "
                 "of a module, and set no seed there",
             )

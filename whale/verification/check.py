@@ -7,19 +7,19 @@ that any plan can be tried anywhere.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -36,16 +36,31 @@ from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.planner.given import check_given
 from whale.runtime import batch as batches
+from whale.verification.comparison import Report
+from whale.verification.feeds import CHECKS, check_names, make_feeds
 from whale.verification.fold import MAX_RANKS, check_size, fold, scaled_tags
-from whale.verification.on_rank import Report, run_on_rank
-from whale.verification.one_device import Reference, Task, aliases_of, run_one_device
+from whale.verification.on_rank import at, run_on_rank
+from whale.verification.one_device import aliases_of, run_one_device
+from whale.verification.precision import (
+    about_dtype,
+    as_dtype,
+    batch_in,
+    loss_in,
+    model_in,
+    runnable,
+)
 from whale.verification.processes import RankFailed, run_forked
-from whale.verification.verdict import Mismatch, Verdict
+from whale.verification.task import Reference, Task
+from whale.verification.verdict import Check, Mismatch, Verdict
 
 MAX_PARAMETERS = 50_000_000
 """More would be float64 copies of gigabytes in each of several processes."""
 
-_LOW_PRECISION = ("float32", "bfloat16", "float16")
+MAX_FOR_ALL_CHECKS = 10_000_000
+"""Of a model with more parameters the first steps are compared, and what needs no more of them."""
+
+_FLOATING = ("float64", "float32", "bfloat16", "float16")
+_CHEAP = frozenset({"steps", "optimizer state", "evaluate"})
 
 
 @plainly
@@ -61,8 +76,13 @@ def verify(
     steps: int = 3,
     tolerance: float | None = None,
     timeout: float = 120.0,
+    dtype: torch.dtype | str | None = None,
+    checks: Collection[str] | None = None,
 ) -> Verdict:
     """Runs a plan on CPU processes; compares loss, gradients, weights and buffers with one device.
+
+    And what else a training script does: it evaluates, saves, loads, feeds a short last batch,
+    another length, autocast. `Verdict.checks` says what was compared, and what was not and why.
 
     Args:
         model: An annotated model of at most 50 million parameters; it is not changed.
@@ -72,9 +92,13 @@ def verify(
         optimizer: A factory as for `parallelize`; default: AdamW with a learning rate of 1e-2.
         config: As for `parallelize`.
         cluster: The devices to plan for; their number and relative speeds are what matters.
-        steps: Optimizer steps to compare.
-        tolerance: Allowed relative error; default: 1e-9, or 1e-6 where the loss is float32.
+        steps: Optimizer steps to compare before the other checks, which take steps too.
+        tolerance: Allowed relative error; default: 1e-9, or 1e-6 where the loss is float32, or
+            1e-4 where everything is.
         timeout: Seconds for one device, and again for the ranks.
+        dtype: `float64` or `float32`; default: float64, or float32 where the model makes float32
+            tensors of its own and cannot run in float64.
+        checks: Names of the checks to make, see `Verdict.checks`; default: all.
 
     Returns:
         The verdict; a rank that raises, dies or hangs makes one that is not ok.
@@ -84,52 +108,68 @@ def verify(
         # Longer than ours: a rank that hangs is then named here, not by one that gave up on it.
         {**parallel._config(config).to_dict(), "timeout_seconds": timeout + 60.0}
     )
+    wanted = check_names(checks)
     _check(model, batch, steps)
-    model64, batch64, loss64 = _in_float64(model), _batch_in_float64(batch), _loss_in_float64(loss)
     given = _cluster(cluster)
     if plan is not None and cluster is not None and given is not None:
         check_size(plan, given)
-    if plan is not None:
-        planned = _adopt(plan, model, batch, loss, model64, batch64, loss64)
-    elif given is not None:
-        planned = parallel.plan(model64, cluster=given, batch=batch64, loss=loss64, config=settings)
-    else:
-        raise PlanError(
-            "verify got neither a plan nor a cluster",
-            hint='pass the plan to try, or cluster="1x4xCPU" to plan for',
-        )
-    _refuse_own_norms(planned, model)
-    folded = ""
-    if planned.num_ranks > MAX_RANKS:
-        planned, folded = _fold(model64, planned, given, settings, batch64, loss64)
     # The first optimizer step imports it, which takes seconds: here once instead of in every rank.
     importlib.import_module("torch._dynamo")
-    with tempfile.TemporaryDirectory(prefix="whale-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="whale-verify-") as name:
+        folder = Path(name)
+        precision, note = as_dtype(dtype), ""
+        if precision is None:
+            precision, note = runnable(model, batch, loss, timeout=timeout, folder=folder)
+        own = model_in(model, precision)
+        own_batch, own_loss = batch_in(batch, precision), loss_in(loss, precision)
+        if plan is not None:
+            planned = _adopt(plan, model, batch, loss, own, own_batch, own_loss)
+        elif given is not None:
+            planned = parallel.plan(
+                own, cluster=given, batch=own_batch, loss=own_loss, config=settings
+            )
+        else:
+            raise PlanError(
+                "verify got neither a plan nor a cluster",
+                hint='pass the plan to try, or cluster="1x4xCPU" to plan for',
+            )
+        _refuse_own_norms(planned, model)
+        folded = ""
+        if planned.num_ranks > MAX_RANKS:
+            planned, folded = _fold(own, planned, given, settings, own_batch, own_loss)
+        skipped = _not_made(wanted, own, settings)
         task = Task(
-            model=model64,
-            inputs=tuple(_rolled(batch64, step) for step in range(steps)),
-            loss=loss64,
+            model=own,
+            feeds=make_feeds(own_batch, steps, wanted - skipped.keys()),
+            loss=own_loss,
             optimizer=optimizer,
             config=settings,
             plan=planned,
-            folder=Path(folder),
+            folder=folder,
             tolerance=tolerance,
+            wanted=wanted - skipped.keys(),
+            dtype=precision,
         )
+        if "autocast" in task.wanted:
+            task = replace(task, low=_in_float32(task))
         reference = _run_reference(task, timeout)
         reports, failure = _run_ranks(task, reference, timeout)
-    mismatches = _merge(reference, reports, aliases_of(model64))
-    worst = max([reference.worst, *(r.worst for r in reports)]) if not failure else math.inf
+    mismatches = _merge(reference, reports, aliases_of(own))
+    made = _checks(task, {**skipped, **reference.skipped}, reports, mismatches)
+    errors = [c.worst_error for c in made if c.name != "autocast"]
     return Verdict(
         ok=not mismatches and not failure,
-        worst_error=worst,
+        worst_error=math.inf if failure else max(errors, default=0.0),
         tolerance=task.allowed(reference.float32),
         mismatches=mismatches,
         failure=failure,
         num_ranks=planned.num_ranks,
-        num_tensors=len(dict(model64.named_parameters())) + len(dict(model64.named_buffers())),
-        reference=reference.text,
+        num_tensors=len(dict(own.named_parameters())) + len(dict(own.named_buffers())),
+        reference=reference.text + (f"; in float32, for in float64: {note}" if note else ""),
         folded=folded,
         seconds=time.monotonic() - start,
+        checks=() if failure else made,
+        dtype=str(precision).removeprefix("torch."),
     )
 
 
@@ -159,40 +199,57 @@ def _check(model: nn.Module, batch: Any, steps: int) -> None:
         )
 
 
-# ---- float64 -------------------------------------------------------------------------------------
+# ---- the checks ----------------------------------------------------------------------------------
 
 
-def _in_float64(model: nn.Module) -> nn.Module:
-    """A copy on the CPU, every floating tensor in float64; one on the meta device stays there."""
-    double = copy.deepcopy(model).double()
-    if not double.training:
-        double.train()
-    if not any(t.is_meta for t in (*double.parameters(), *double.buffers())):
-        double = double.cpu()
-    return double
+def _not_made(wanted: frozenset[str], model: nn.Module, config: Config) -> dict[str, str]:
+    """The checks that are left out, and why."""
+    found = dict.fromkeys(CHECKS.keys() - wanted, "not asked for")
+    size = sum(p.numel() for p in model.parameters())
+    if size > MAX_FOR_ALL_CHECKS:
+        why = f"the model has {size:,} parameters, more than {MAX_FOR_ALL_CHECKS:,}"
+        found |= dict.fromkeys(wanted - _CHEAP, why)
+    if config.communication.gradients_reduce_method == "sum":
+        found["autocast"] = "gradients are summed, not averaged"
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        found["autocast"] = "the model is on the meta device"
+    return found
 
 
-def _batch_in_float64(batch: Any) -> Any:
-    leaves = [
-        leaf.detach().cpu().double() if leaf.is_floating_point() else leaf.detach().cpu()
-        for leaf in batches.leaves(batch)
-    ]
-    return batches.rebuild(batch, leaves)
+def _in_float32(task: Task) -> Task:
+    """The same task for autocast, which leaves float64 as it is."""
+    model = model_in(task.model, torch.float32)
+    batch, loss = batch_in(task.first, torch.float32), loss_in(task.loss, torch.float32)
+    plan = _retyped(task.plan, capture(model, batch, loss).graph.hash, "float32")
+    feeds = (replace(task.feeds[0], batches=(batch,)),)
+    return replace(task, model=model, loss=loss, feeds=feeds, plan=plan, dtype=torch.float32)
 
 
-def _loss_in_float64(loss: batches.Loss | None) -> batches.Loss | None:
-    """A loss that is a module may hold class weights."""
-    return copy.deepcopy(loss).double() if isinstance(loss, nn.Module) else loss
-
-
-def _rolled(batch: Any, shift: int) -> Any:
-    """The same rows, each a few places further: every rank sees others in every step."""
-    rows = batches.num_rows(batch)
-    leaves = [
-        leaf.roll(shift, 0) if batches.has_rows(leaf, rows) else leaf
-        for leaf in batches.leaves(batch)
-    ]
-    return batches.rebuild(batch, leaves)
+def _checks(
+    task: Task,
+    skipped: Mapping[str, str],
+    reports: list[Report],
+    mismatches: tuple[Mismatch, ...],
+) -> tuple[Check, ...]:
+    refused = {r.refused[0]: r.refused[1] for r in reports if r.refused and r.refused[1]}
+    wrong = {m.check for m in mismatches}
+    made = set.intersection(*(set(r.made) for r in reports)) if reports else set()
+    found = []
+    for name, what in CHECKS.items():
+        worst = max((r.worst.get(name, 0.0) for r in reports), default=0.0)
+        if name in wrong:
+            status, note = "not equal", what
+        elif name in refused:
+            status, note = "refused", refused[name]
+        elif name in skipped:
+            status, note = "not checked", skipped[name]
+        elif name in made:
+            status, note = "equal", what
+        else:
+            after = next(iter(refused), "a failure")
+            status, note = "not checked", f"the ranks stopped at {after}"
+        found.append(Check(name=name, status=status, worst_error=worst, note=note))
+    return tuple(found)
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -224,7 +281,7 @@ def _adopt(
     batch64: Any,
     loss64: batches.Loss | None,
 ) -> Plan:
-    """The user's plan for the float64 copy; a plan for another model is refused."""
+    """The user's plan for the copy; a plan for another model is refused."""
     graph = capture(model64, batch64, loss64).graph
     double = graph.hash
     if plan.model_hash == double:
@@ -235,11 +292,16 @@ def _adopt(
             f"the plan is for model {plan.model_hash}, this model is {own}",
             hint="make a plan for this model: wh.plan(model, ...)",
         )
+    dtype = next((p.dtype for p in model64.parameters() if p.is_floating_point()), torch.float64)
+    return check_given(_retyped(plan, double, str(dtype).removeprefix("torch.")), graph)
+
+
+def _retyped(plan: Plan, model_hash: str, dtype: str) -> Plan:
+    """A plan for a copy of its model in another precision."""
     homes = tuple(
-        replace(home, dtype="float64") if home.dtype in _LOW_PRECISION else home
-        for home in plan.homes
+        replace(home, dtype=dtype) if home.dtype in _FLOATING else home for home in plan.homes
     )
-    return check_given(replace(plan, model_hash=double, homes=homes), graph)
+    return replace(plan, model_hash=model_hash, homes=homes)
 
 
 def _fold(
@@ -283,16 +345,20 @@ def _run_reference(task: Task, timeout: float) -> Reference:
         text = str(error)
         raise WhaleError(
             f"the model does not train on one device: {text.splitlines()[0]}",
-            hint="call verify before this process's first backward pass"
-            if _bad_fork(text)
-            else "run its forward and backward on this batch alone first, in float64 on the CPU",
+            hint=_hint(text),
         ) from error
     assert isinstance(reference, Reference)
     return reference
 
 
-def _bad_fork(text: str) -> bool:
-    return "fork-based multiprocessing" in text
+def _hint(text: str) -> str:
+    if "fork-based multiprocessing" in text:
+        return "call verify before this process's first backward pass"
+    if about_dtype(text.splitlines()[0]):
+        return (
+            'a model that makes float32 tensors of its own takes dtype="float32" (--dtype float32)'
+        )
+    return "run its forward and backward on this batch alone first, in float64 on the CPU"
 
 
 def _run_ranks(task: Task, reference: Reference, timeout: float) -> tuple[list[Report], str]:
@@ -307,8 +373,23 @@ def _run_ranks(task: Task, reference: Reference, timeout: float) -> tuple[list[R
             environments=[_environment(r, number) for r in range(number)],
         )
     except RankFailed as error:
-        return [], str(error)
-    return reports, ""
+        return [], _with_check(task, str(error))
+    return reports, _silent_echo(reports)
+
+
+def _with_check(task: Task, failure: str) -> str:
+    """What stopped a rank, and in which check, if that is not the first steps themselves."""
+    who = [r for r in range(task.plan.num_ranks) if failure.startswith(f"rank {r} ")]
+    said = [path.read_text() for r in who if (path := at(task, r)).exists()]
+    return failure + (f"\nwhile checking: {said[0]}" if said and said[0] != "steps" else "")
+
+
+def _silent_echo(reports: list[Report]) -> str:
+    """Ranks that lost a peer in a check although none has refused it."""
+    lost = [(rank, r.refused[0]) for rank, r in enumerate(reports) if r.refused]
+    if not lost or any(r.refused and r.refused[1] for r in reports):
+        return ""
+    return f"rank {lost[0][0]} lost another one while checking: {lost[0][1]}"
 
 
 def _environment(rank: int, number: int) -> dict[str, str]:

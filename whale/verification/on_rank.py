@@ -7,165 +7,158 @@ rank; the gathered ones are compared as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from whale import parallel
-from whale.engine.lower import stage_of_module
 from whale.engine.step import Step
-from whale.ir.sharding import WHOLE, Piece
-from whale.verification.one_device import SMALL, Reference, Task, error_of, greatest, read_truth
-from whale.verification.verdict import Mismatch
-
-
-@dataclass(slots=True, kw_only=True)
-class Report:
-    """What one rank found: in its own pieces, and in the tensors gathered from all ranks."""
-
-    worst: float = 0.0
-    local: list[Mismatch] = field(default_factory=list)
-    gathered: list[Mismatch] = field(default_factory=list)
+from whale.errors import RankError, WhaleError
+from whale.runtime import outputs as merges
+from whale.runtime.data import shard
+from whale.verification import autocast
+from whale.verification.comparison import Comparison, Report
+from whale.verification.feeds import FRESH
+from whale.verification.task import Reference, Task, read_truth
 
 
 def run_on_rank(task: Task, reference: Reference, rank: int) -> Report:
     """Trains this rank's part; compares after every step."""
     parallel.init(device="cpu")
-    step = parallel.parallelize(
-        task.model,
-        optimizer=task.make_optimizer(reference.float32),
-        batch=task.inputs[0],
-        loss=task.loss,
-        config=task.config,
-        plan=task.plan,
-    )
-    comparison = _Comparison(step, rank, task.allowed(reference.float32))
-    comparison.state(0, read_truth(task, 0))
-    for number, batch in enumerate(task.inputs, 1):
-        metrics = step(batch)
-        truth = read_truth(task, number)
-        comparison.loss(number, metrics, truth)
-        comparison.gradients(number, truth)
-        comparison.state(number, truth)
-    comparison.gathered(len(task.inputs), read_truth(task, len(task.inputs)))
-    return comparison.report
+    run = _Run(task, reference, rank)
+    try:
+        run.first()
+        if task.wanted & FRESH:
+            run.fresh()
+        if task.low is not None and "autocast" not in reference.skipped:
+            run.autocast(task.low)
+    except _Refused:
+        pass
+    return run.report
 
 
-class _Comparison:
-    """Collects what differs on this rank."""
+class _Refused(Exception):  # noqa: N818 - ends the checks of this rank; the report has the reason
+    """Whale said no to something that one device can do."""
 
-    def __init__(self, step: Step, rank: int, tolerance: float) -> None:
-        self.step, self.rank, self.tolerance = step, rank, tolerance
+
+class _Run:
+    def __init__(self, task: Task, reference: Reference, rank: int) -> None:
+        self.task, self.reference, self.rank = task, reference, rank
         self.report = Report()
+        self.number = 0
+        self.last = 0
+        """The feed after which the first Step ended."""
 
-    def _compare(
-        self,
-        kind: str,
-        number: int,
-        truth: Mapping[str, Tensor],
-        got: Mapping[str, Tensor],
-        pieces: Mapping[str, Piece],
-        into: list[Mismatch],
-    ) -> None:
-        largest = max((greatest(t) for t in truth.values()), default=0.0)
-        for name, tensor in got.items():
-            piece = pieces.get(name, WHOLE)
-            scale = max(greatest(truth[name]), SMALL * largest)
-            error, location = error_of(tensor, _part(truth[name], piece), scale)
-            self.report.worst = max(self.report.worst, error)
-            if not error <= self.tolerance:
-                into.append(
-                    Mismatch(
-                        kind=kind,
-                        tensor=name,
-                        rank=self.rank,
-                        step=number,
-                        error=error,
-                        location=_in_whole(location, piece),
-                    )
-                )
+    @contextmanager
+    def checking(self, check: str) -> Iterator[None]:
+        """Names the check to the parent, should this rank not come back; notes a refusal."""
+        at(self.task, self.rank).write_text(check)
+        try:
+            yield
+        except WhaleError as error:
+            # A rank that is told of another's refusal has no reason of its own.
+            echo = isinstance(error, RankError)
+            self.report.refused = (check, "" if echo else str(error).splitlines()[0])
+            raise _Refused from error
+        self.report.made.append(check)
 
-    def loss(self, number: int, metrics: Mapping[str, Any], truth: Mapping[str, Any]) -> None:
-        """The mean over the global batch, which every rank is told; and the norm when clipping."""
-        local = self.report.local
-        self._compare("loss", number, {"loss": truth["loss"]}, {"loss": metrics["loss"]}, {}, local)
-        if truth["norm"] is not None:
-            norm = {"grad_norm": truth["norm"]}
-            got = {"grad_norm": metrics["grad_norm"]}
-            self._compare("gradient", number, norm, got, {}, local)
-
-    def gradients(self, number: int, truth: Mapping[str, Any]) -> None:
-        """This rank's gradients: summed, divided and clipped, as the optimizer saw them."""
-        lowered = self.step._lowered
-        got = {n: _gradient(p) for n, p in lowered.params.items() if p.requires_grad}
-        self._compare(
-            "gradient", number, truth["gradients"], got, lowered.pieces, self.report.local
+    def _step(self, outputs: Mapping[str, str]) -> Step:
+        task = self.task
+        return parallel.parallelize(
+            # A copy: whether the user's module follows the trained one is not asked here.
+            copy.deepcopy(task.model),
+            optimizer=task.make_optimizer(self.reference.float32),
+            batch=task.first,
+            loss=task.loss,
+            config=task.config,
+            plan=task.plan,
+            outputs={name: getattr(merges, how) for name, how in outputs.items()},
         )
 
-    def state(self, number: int, truth: Mapping[str, Any]) -> None:
-        """This rank's weights, and the buffers of the stages it runs."""
-        lowered = self.step._lowered
-        self._compare(
-            "weight", number, truth["weights"], lowered.params, lowered.pieces, self.report.local
-        )
-        plan = self.step.plan
-        buffers = {
-            name: buffer
-            for name, buffer in lowered.model.named_buffers()
-            if stage_of_module(plan, name.rpartition(".")[0]) in plan.stages_of(self.rank)
-        }
-        self._compare("buffer", number, truth["buffers"], buffers, {}, self.report.local)
+    def _comparison(self, step: Step, check: str) -> Comparison:
+        made = Comparison(self.task, self.reference, self.report, step, self.rank)
+        made.check = check
+        return made
 
-    def gathered(self, number: int, truth: Mapping[str, Any]) -> None:
-        """The whole model's tensors as `Step.state_dict` and `Step.gradients` give them."""
-        aliases: dict[str, str] = truth["aliases"]
-        state = self.step.state_dict()
-        into = self.report.gathered
-        for kind, source in (("weight", truth["weights"]), ("buffer", truth["buffers"])):
-            want = {key: source[name] for key, name in aliases.items() if name in source}
-            self._compare(
-                kind, number, want, {k: t for k, t in state.items() if k in want}, {}, into
-            )
-            self._missing(kind, number, want, state)
-        gradients = self.step.gradients()
-        self._compare("gradient", number, truth["gradients"], gradients, {}, into)
-        self._missing("gradient", number, truth["gradients"], gradients)
-
-    def _missing(
-        self, kind: str, number: int, want: Mapping[str, Tensor], got: Mapping[str, Tensor]
-    ) -> None:
-        for name in want.keys() - got.keys():
-            self.report.worst = float("inf")
-            self.report.gathered.append(
-                Mismatch(kind=kind, tensor=name, rank=self.rank, step=number, error=float("inf"))
-            )
-
-
-def _part(whole: Tensor, piece: Piece) -> Tensor:
-    """What a piece names of the truth, element by element and not as the engine cuts."""
-    for dim, spans in piece.dims:
-        index = torch.tensor([i for low, high in spans for i in range(low, high)], dtype=torch.long)
-        whole = whole.index_select(dim, index)
-    return whole
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-
-
-def _in_whole(location: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
-    """A position in a piece as a position in the whole tensor."""
-    found = list(location)
-    for dim, spans in piece.dims:
-        if dim >= len(found):
-            continue
-        rest = found[dim]
-        for low, high in spans:
-            if rest < high - low:
-                found[dim] = low + rest
+    def first(self) -> None:
+        """The first steps and the later ones; what they raise is the verdict's, not a refusal."""
+        task = self.task
+        at(task, self.rank).write_text("steps")
+        step = self._step({})
+        comparison = self._comparison(step, "steps")
+        truth = read_truth(task, 0)
+        comparison.state(0, truth)
+        self._evaluate(step, comparison, truth, task.first)
+        for index, feed in enumerate(task.feeds):
+            if feed.fresh:
                 break
-            rest -= high - low
-    return tuple(found)
+            comparison.check, self.last = feed.check, index
+            (batch,) = feed.batches
+            truth = self._train(
+                step, comparison, index, next(iter(shard([batch]))) if feed.sharded else batch
+            )
+            if self.number == sum(f.check == "steps" for f in task.feeds):
+                comparison.gathered(self.number, truth)
+                self._evaluate(step, comparison, truth, batch)
+        if "optimizer state" in task.wanted:
+            comparison.check = "optimizer state"
+            comparison.optimizer(self.number, truth)
+        self.report.made += ["steps", "optimizer state", "evaluate", "later steps"]
+        if task.wanted & FRESH:
+            with self.checking("checkpoint"):
+                step.save(task.folder / "checkpoint")
+        step.close()
+
+    def fresh(self) -> None:
+        """A Step that begins where the first one ended."""
+        task, reference = self.task, self.reference
+        with self.checking("checkpoint"):
+            step = self._step(reference.outputs)
+            step.load(task.folder / "checkpoint")
+            comparison = self._comparison(step, "checkpoint")
+            truth = read_truth(task, self.last + 1)
+            comparison.state(self.number, truth)
+            comparison.optimizer(self.number, truth)
+        for index, feed in enumerate(task.feeds):
+            if not feed.fresh or index not in reference.chosen:
+                continue
+            batch = feed.batches[reference.chosen[index]]
+            with self.checking(feed.check):
+                comparison.check = feed.check
+                truth = self._train(step, comparison, index, batch)
+                self._evaluate(step, comparison, truth, batch)
+        if reference.outputs:
+            self.report.made.append("outputs")
+        step.close()
+
+    def autocast(self, low: Task) -> None:
+        """A step in bfloat16."""
+        with self.checking("autocast"):
+            autocast.compare(low, self.report, self.rank)
+
+    def _train(self, step: Step, comparison: Comparison, index: int, batch: Any) -> dict[str, Any]:
+        metrics = step(batch)
+        self.number += 1
+        truth = read_truth(self.task, index + 1)
+        comparison.loss(self.number, metrics, truth)
+        comparison.gradients(self.number, truth)
+        comparison.state(self.number, truth)
+        comparison.outputs(self.number, metrics, truth["outputs"])
+        return truth
+
+    def _evaluate(
+        self, step: Step, comparison: Comparison, truth: dict[str, Any], batch: Any
+    ) -> None:
+        if "evaluation" not in truth:
+            return
+        own = comparison.check
+        comparison.check = "evaluate" if own == "steps" else own
+        metrics = step.evaluate(batch)
+        comparison.evaluation(self.number, metrics, truth)
+        comparison.check = own
+
+
+def at(task: Task, rank: int) -> Any:
+    """The file in which a rank says what it is checking."""
+    return task.folder / f"at{rank}"

@@ -1,18 +1,15 @@
 """One device: the truth, one process that runs the same global micro-batches in order.
 
-Place in the flow: first half of `wh.verify`. The loop is plain torch and shares nothing with the
-executor but what a row and a mean are. A model with dropout has no plain counterpart, because Whale
-keys its masks by sample: its truth is the same Step on one rank. What a step left behind is written
-to a file that the ranks read.
+Place in the flow: first half of `wh.verify`. Plain torch throughout: the user's module, the user's
+loss, `backward`, the user's optimizer. How much a micro-batch counts is found by trying (`shares`),
+random masks are handed over (`masks`). What a step left behind is written to a file that the ranks
+read.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,250 +18,338 @@ from torch import Tensor, nn
 from whale import parallel
 from whale.annotations import TAG
 from whale.config import Config
+from whale.engine.capture import capture
+from whale.engine.draw_recorder import Randomness
 from whale.engine.step import OptimizerFactory
 from whale.engine.weights import local_copy
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
-from whale.ir.plan import Plan
 from whale.runtime import batch as batches
-from whale.runtime.weighing import MeanTracker
+from whale.verification.compare import dense, error_of
+from whale.verification.masks import Watch
+from whale.verification.merging import merge_of, merged
+from whale.verification.plain import How, Part, Plain, Untrainable, loss_of, rows_meet
+from whale.verification.shares import Span, shares
+from whale.verification.task import Reference, Task, micro_batches
 from whale.verification.verdict import Mismatch
 
-PLAIN = "plain torch, one process, the same global micro-batches in order"
-ALSO_WHOLE = f"{PLAIN}; itself equal to loss.backward() of the whole batch"
-ONE_RANK = "the same Step on one rank (the model has dropout, which Whale keys by sample)"
-
-SMALL = 1e-3
-"""An entry below this share of the greatest one of its kind is measured against that share."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What both sides run: a float64 model and a global batch per step. Forked, never pickled."""
-
-    model: nn.Module
-    inputs: tuple[Any, ...]
-    loss: batches.Loss | None
-    optimizer: OptimizerFactory | None
-    config: Config
-    plan: Plan
-    folder: Path
-    tolerance: float | None
-
-    def truth(self, step: int) -> Path:
-        """The file of what one device had after `step`."""
-        return self.folder / f"step{step}.pt"
-
-    def make_optimizer(self, float32: bool) -> OptimizerFactory:
-        """The user's optimizer, or AdamW.
-
-        AdamW divides by the gradient's own size, so where a gradient is zero but for rounding (the
-        bias of attention's keys), rounding decides the update unless `eps` is well above it.
-        """
-        if self.optimizer is not None:
-            return self.optimizer
-        return partial(torch.optim.AdamW, lr=1e-2, eps=1e-2 if float32 else 1e-5)
-
-    def allowed(self, float32: bool) -> float:
-        """The tolerance."""
-        if self.tolerance is not None:
-            return self.tolerance
-        return 1e-6 if float32 else 1e-9
-
-
-@dataclass(slots=True, kw_only=True)
-class Reference:
-    """What the one-device run was, and where it is at odds with plain torch."""
-
-    text: str = PLAIN
-    float32: bool = False
-    worst: float = 0.0
-    mismatches: list[Mismatch] = field(default_factory=list)
+HANDED = "; with Whale's masks handed to it"
+TEXTS = {
+    "one": "loss.backward() of the whole batch in plain torch, one process",
+    "joined": "plain torch, one process: the model on each global micro-batch in order, the loss "
+    "of all their outputs",
+    "weighed": "plain torch, one process: each global micro-batch in order, weighed so that their "
+    "gradients add up to that of the whole batch's loss",
+    "whole": "plain torch, one process: all micro-batches at once, for no rows meet in the model",
+    "rows": "not checked: how much a micro-batch counts (by rows here), for the loss is no mean of "
+    "theirs and rows meet in the model",
+    "sum": "not checked: by what count a sum of gradients is greater than their mean",
+}
+"""What one device was, by how the loss of its global batches was put together."""
 
 
 def run_one_device(task: Task) -> Reference:
     """Trains on one device and writes the truth of every step."""
-    before = torch.get_rng_state()
     reference = Reference()
-    _train_plainly(task, reference)
-    if not torch.equal(before, torch.get_rng_state()):
-        reference = Reference(text=ONE_RANK, float32=reference.float32)
-        _train_one_rank(task, reference)
+    _Truth(task, reference).train()
     return reference
 
 
-# ---- plain torch ---------------------------------------------------------------------------------
+class _Truth:
+    def __init__(self, task: Task, reference: Reference) -> None:
+        self.task, self.reference = task, reference
+        self.base = with_values(task)
+        self.random, changes = _looked_at(task, copy.deepcopy(self.base))
+        self.meet = rows_meet(self.base, changes)
+        self.watch = Watch()
+        self.trained = Plain(task, copy.deepcopy(self.base), self.random, self.watch)
+        self.still = Plain(task, copy.deepcopy(self.base), self.random)
+        self.model = self.trained.model
+        self.aliases = aliases_of(self.model)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.kinds: set[str] = set()
 
-
-def _train_plainly(task: Task, reference: Reference) -> None:
-    model = _with_values(task)
-    aliases = aliases_of(model)
-    optimizer: torch.optim.Optimizer | None = None
-    _write(task, 0, {"aliases": aliases, **_state(model)})
-    for step, batch in enumerate(task.inputs, 1):
-        twin = copy.deepcopy(model) if step == 1 and task.plan.num_micro_batch == 1 else None
-        state = torch.get_rng_state()
-        loss, dtype = _accumulate(task, model, batch)
-        drew = not torch.equal(state, torch.get_rng_state())
-        if optimizer is None:
-            reference.float32 = dtype == torch.float32
-            named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-            optimizer = task.make_optimizer(reference.float32)(named)
-        norm = _clip(model, task.config.optimizer.max_grad_norm)
-        gradients = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for n, p in model.named_parameters()
-            if p.requires_grad
-        }
-        if twin is not None and not drew:
-            _compare_with_whole(task, twin, batch, loss, gradients, reference)
-        optimizer.step()
-        data = {"aliases": aliases, "loss": loss, "gradients": gradients, "norm": norm}
-        _write(task, step, {**data, **_state(model)})
-        optimizer.zero_grad()
-
-
-def _accumulate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, torch.dtype]:
-    """Leaves the gradient of the global mean in the model; returns it and the loss's dtype."""
-    total = torch.zeros((), dtype=torch.float64)
-    count = torch.zeros((), dtype=torch.float64)
-    dtype = torch.float64
-    for low, high in _micro_batches(batches.num_rows(batch), task.plan.num_micro_batch):
-        part = batches.take_rows(batch, low, high)
-        value, tracker = _tracked(model, task.loss, part, high - low)
-        part_total, part_count = value, torch.ones((), dtype=torch.float64)
-        if task.plan.num_micro_batch > 1:
-            weighed = tracker.weigh(value, (high - low) / batches.num_rows(batch))
-            part_total, part_count = weighed.total, weighed.count
-        torch.autograd.backward(part_total)
-        total += part_total.detach().double()
-        count += part_count.double()
-        dtype = value.dtype
-    mean = total / count
-    if not torch.isfinite(mean):
-        raise WhaleError(
-            f"the loss is {mean.item()} on one device, so there is nothing to compare with",
-            hint="pass a batch and an optimizer with which the model trains",
-        )
-    if task.config.communication.gradients_reduce_method != "sum":
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= count.to(parameter.grad.dtype)
-    return mean, dtype
-
-
-def _tracked(
-    model: nn.Module, loss: batches.Loss | None, part: Any, rows: int
-) -> tuple[Tensor, MeanTracker]:
-    """The loss of some rows, and what it is a mean over."""
-    tracker = MeanTracker(rows)
-    if loss is None:
-        with tracker:
-            return batches.call_model(model, None, part)["loss"], tracker
-
-    def tracked(output: Any, target: Any) -> Any:
-        with tracker:
-            return loss(output, target)
-
-    return batches.call_model(model, tracked, part)["loss"], tracker
-
-
-def _micro_batches(rows: int, number: int) -> Iterator[tuple[int, int]]:
-    """Consecutive rows, sizes that differ by at most one, larger first; no empty ones."""
-    low = 0
-    for index in range(number):
-        high = low + rows // number + (index < rows % number)
-        if high > low:
-            yield low, high
-        low = high
-
-
-def _clip(model: nn.Module, max_norm: float | None) -> Tensor | None:
-    """Clips by the norm over all elements of all gradients; returns the norm before."""
-    if max_norm is None:
-        return None
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
-    for grad in grads:
-        grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype)
-    return norm
-
-
-def _compare_with_whole(
-    task: Task,
-    model: nn.Module,
-    batch: Any,
-    loss: Tensor,
-    gradients: dict[str, Tensor],
-    reference: Reference,
-) -> None:
-    """With one micro-batch the mean is the model's own: no counting, no weights, just backward."""
-    value: Tensor = batches.call_model(model, task.loss, batch)["loss"]
-    torch.autograd.backward(value)
-    if task.config.communication.gradients_reduce_method == "sum":
-        return
-    _clip(model, task.config.optimizer.max_grad_norm)
-    largest = max((greatest(g) for g in gradients.values()), default=0.0)
-    pairs = [("loss", "loss", loss, value.detach())]
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            pairs.append(("gradient", name, gradients[name], parameter.grad))
-    for kind, name, got, want in pairs:
-        scale = max(greatest(want), SMALL * largest if kind == "gradient" else 0.0)
-        error, location = error_of(got, want, scale)
-        reference.worst = max(reference.worst, error)
-        if not error <= task.allowed(reference.float32):
+    def train(self) -> None:
+        """Every feed that trains, in order."""
+        task, reference = self.task, self.reference
+        reference.outputs = self._outputs()
+        first = self._how(0, task.first)
+        data = _state(self.model)
+        if "evaluate" in task.wanted:
+            data |= self._evaluate(0, task.first, first)
+        self._write(0, data)
+        step, last = 0, max(i for i, feed in enumerate(task.feeds) if feed.check == "steps")
+        for index, feed in enumerate(task.feeds):
+            reasons = []
+            for choice, batch in enumerate(feed.batches):
+                try:
+                    data, how = self._step(step, batch)
+                except Exception as error:
+                    if isinstance(error, Untrainable) and not feed.optional:
+                        raise _not_finite(error) from error
+                    if not feed.optional:
+                        raise
+                    reasons.append(str(error).strip().splitlines()[0] if str(error) else "?")
+                    continue
+                if feed.fresh or (index == last and "evaluate" in task.wanted):
+                    data |= self._evaluate(step, batch, how)
+                step += 1
+                reference.chosen[index] = choice
+                self._write(index + 1, data)
+                if how.kind == "rows" or not feed.optional:
+                    self.kinds.add(how.kind)
+                break
+            else:
+                why = f"one device cannot: {reasons[0]}" if reasons else "the batch has no such one"
+                reference.skipped[feed.check] = why
+        self._autocast(first)
+        reference.text = self._text()
+        for complaint in dict.fromkeys(self.watch.complaints):
             reference.mismatches.append(
-                Mismatch(kind=kind, tensor=name, rank=-1, step=1, error=error, location=location)
+                Mismatch(kind="mask", tensor=complaint, rank=-1, step=1, error=float("inf"))
             )
-    reference.text = ALSO_WHOLE
 
+    def _autocast(self, how: How) -> None:
+        """The first step once more, in float32 and in autocast, from the first weights."""
+        low = self.task.low
+        if low is None:
+            return
+        base = with_values(low)
+        found = []
+        try:
+            for autocast in (False, True):
+                plain = Plain(low, copy.deepcopy(base), self.random, autocast=autocast)
+                loss, _, _ = plain.backward(0, low.first, how)
+                clip(plain.model, low.config.optimizer.max_grad_norm)
+                found.append({"loss": loss, "gradients": gradients_of(plain.model)})
+        except Exception as error:
+            self.reference.skipped["autocast"] = f"one device cannot: {error}".splitlines()[0]
+            return
+        torch.save({"float32": found[0], "autocast": found[1]}, low.truth("autocast"))
 
-# ---- one rank of Whale ---------------------------------------------------------------------------
+    def _text(self) -> str:
+        said = [TEXTS[kind] for kind in TEXTS if kind in self.kinds]
+        return "; ".join(said) + (HANDED if self.random else "")
 
-
-def _train_one_rank(task: Task, reference: Reference) -> None:
-    bare = _bare(task.model)
-    parallel.init(device="cpu")
-    step = parallel.parallelize(
-        bare,
-        optimizer=task.make_optimizer(reference.float32),
-        batch=task.inputs[0],
-        loss=task.loss,
-        config=_one_rank_config(task),
-        cluster=_one_cpu(),
-    )
-    aliases = aliases_of(bare)
-    _write(task, 0, {"aliases": aliases, **_state(step._lowered.model)})
-    for number, batch in enumerate(task.inputs, 1):
-        before = torch.get_rng_state()
-        metrics = step(batch)
-        if not torch.equal(before, torch.get_rng_state()):
+    def _step(self, step: int, batch: Any) -> tuple[dict[str, Any], How]:
+        task, model = self.task, self.model
+        how = self._how(step, batch)
+        before = [b.detach().clone() for b in model.buffers()]
+        generator = torch.get_rng_state()
+        try:
+            loss, dtype, parts = self.trained.backward(step, batch, how)
+        except Exception:
+            for buffer, value in zip(model.buffers(), before, strict=True):
+                buffer.copy_(value)
+            model.zero_grad()
+            raise
+        if self.random is not None and not torch.equal(generator, torch.get_rng_state()):
             raise WhaleError(
                 "the model draws random numbers that Whale does not key by sample (dropout as a "
                 "function, or inside attention), so no two layouts agree on them",
                 hint="verify it with that dropout set to 0, or use nn.Dropout modules",
             )
+        if self.optimizer is None:
+            self.reference.float32 = dtype == torch.float32
+            self.optimizer = _made(task.make_optimizer(self.reference.float32), model)
+        if task.config.communication.gradients_reduce_method == "sum":
+            self._multiply(step, batch)
+        norm = clip(model, task.config.optimizer.max_grad_norm)
+        gradients = gradients_of(model)
+        self.optimizer.step()
         data = {
-            "aliases": aliases,
-            "loss": metrics["loss"],
-            "norm": metrics.get("grad_norm"),
-            "gradients": step.gradients(),
+            "loss": loss,
+            "norm": norm,
+            "gradients": gradients,
+            "outputs": _merged(self.reference.outputs, parts),
+            "optimizer": _optimizer_state(model, self.optimizer),
+            **_state(model),
         }
-        _write(task, number, {**data, **_state(step._lowered.model)})
+        self.optimizer.zero_grad()
+        return data, how
+
+    def _how(self, step: int, batch: Any) -> How:
+        """How the loss of a batch is put together; nothing of Whale's is asked."""
+        spans = tuple(micro_batches(batches.num_rows(batch), self.task.plan.num_micro_batch))
+        if len(spans) > 1:
+            return self._of_several(step, batch, spans)
+        return How(kind="one", spans=spans)
+
+    def _of_several(self, step: int, batch: Any, spans: tuple[Span, ...]) -> How:
+        twin = self._still()
+        joined = How(kind="joined", spans=spans)
+        if self.task.loss is not None:
+            try:
+                with torch.no_grad():
+                    twin.parts(step, batch, joined)
+                return joined
+            except ValueError:
+                pass  # an output without rows, such as a loss that the model adds
+        at = partial(twin.at, step)
+        found = shares(twin.model, self.task.loss, batch, spans, at)
+        if found is not None:
+            return How(kind="weighed", spans=spans, shares=tuple(found))
+        if not self.meet:
+            return How(kind="whole", spans=spans)
+        rows = batches.num_rows(batch)
+        by_rows = tuple((high - low) / rows for low, high in spans)
+        return How(kind="rows", spans=spans, shares=by_rows)
+
+    def _multiply(self, step: int, batch: Any) -> None:
+        """The sum that `gradients_reduce_method = "sum"` asks for: the mean times Whale's count.
+
+        What a sample or a label counts is Whale's to say; the same Step on one rank is asked.
+        """
+        self.kinds.add("sum")
+        norms = []
+        for method in ("sum", "mean"):
+            twin = copy.deepcopy(self.base)
+            twin.load_state_dict(self.model.state_dict())
+            asked = parallel.parallelize(
+                twin,
+                optimizer=partial(torch.optim.SGD, lr=0.0),
+                batch=batch,
+                loss=self.task.loss,
+                config=one_rank_config(self.task, reduce=method),
+                cluster=Cluster.uniform(1, type="CPU"),
+            )
+            asked.num_steps = step
+            asked(batch)
+            norms.append(sum(float(g.square().sum()) for g in asked.gradients().values()) ** 0.5)
+            asked.close()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= norms[0] / norms[1]
+
+    def _still(self) -> Plain:
+        """The twin for anything but training, with the weights and buffers of now."""
+        with torch.no_grad():
+            for mine, theirs in (
+                (self.still.model.parameters(), self.model.parameters()),
+                (self.still.model.buffers(), self.model.buffers()),
+            ):
+                for tensor, value in zip(mine, theirs, strict=True):
+                    tensor.copy_(value)
+        self.still.model.eval()
+        return self.still
+
+    def _evaluate(self, step: int, batch: Any, how: How) -> dict[str, Any]:
+        """The loss and the named outputs in eval mode, with the weights of now.
+
+        Of the model that trains, as a script does it: a forward may count its calls.
+        """
+        flags = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                parts = self.trained.parts(step, batch, how)
+        except Exception as error:
+            self.reference.skipped["evaluate"] = f"one device cannot: {error}".splitlines()[0]
+            return {}
+        finally:
+            for module, flag in flags.items():
+                module.training = flag
+        return {
+            "evaluation": loss_of(parts),
+            "evaluation outputs": _merged(self.reference.outputs, parts),
+        }
+
+    def _outputs(self) -> dict[str, str]:
+        """The named outputs whose parts, in eval mode, make the whole, and how."""
+        if "outputs" not in self.task.wanted:
+            return {}
+        batch, rows = self.task.first, batches.num_rows(self.task.first)
+        several = len(self.task.plan.stages) > 1
+        low = rows // 2
+        twin = self._still()
+        try:
+            with torch.no_grad():
+                spans = [(0, rows), (0, low), (low, rows)]
+                whole, first, rest = (twin.run(0, 0, batch, span) for span in spans)
+        except Exception:
+            return {}
+        found = {}
+        for name, value in whole.items():
+            parts = [(low, first.get(name)), (rows - low, rest.get(name))]
+            alone = name in ("loss", "0") or (several and name not in ("output", "logits"))
+            how = None if alone or low == 0 else merge_of(value, parts)
+            if how is not None:
+                found[name] = how
+        if not found:
+            self.reference.skipped["outputs"] = "the model names no output whose parts make it up"
+        return found
+
+    def _write(self, name: int, data: dict[str, Any]) -> None:
+        torch.save({"aliases": self.aliases, **data}, self.task.truth(name))
 
 
-def _with_values(task: Task) -> nn.Module:
+def _not_finite(error: Exception) -> WhaleError:
+    return WhaleError(
+        f"{error}, so there is nothing to compare with",
+        hint="pass a batch and an optimizer with which the model trains",
+    )
+
+
+def _looked_at(task: Task, model: nn.Module) -> tuple[Randomness | None, bool]:
+    """What a training forward draws (None: nothing), and whether it changes buffers."""
+    generator = torch.get_rng_state()
+    buffers = [b.detach().clone() for b in model.buffers()]
+    with torch.no_grad():
+        batches.call_model(model, task.loss, task.first)
+    pairs = zip(buffers, model.buffers(), strict=True)
+    changes = any(error_of(now, before, 1.0)[0] > 0 for before, now in pairs)
+    drew = not torch.equal(generator, torch.get_rng_state())
+    random = capture(model, task.first, task.loss).random
+    return (random if drew or random.foreign else None), changes
+
+
+def _merged(wanted: dict[str, str], parts: list[Part]) -> dict[str, Tensor]:
+    return merged(wanted, [p.named for p in parts], [p.span for p in parts])
+
+
+def _made(factory: OptimizerFactory, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer; some factories want parameters without their names."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    try:
+        return factory(named)
+    except (TypeError, AttributeError):
+        return factory([p for _, p in named])
+
+
+def clip(model: nn.Module, max_norm: float | None) -> Tensor | None:
+    """Clips by the norm over all elements of all gradients; returns the norm before."""
+    if max_norm is None:
+        return None
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([dense(grad).abs().double().square().sum() for grad in grads]).sum().sqrt()
+    for grad in grads:
+        grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype)
+    return norm
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """By trainable parameter, its gradient; None for one that has none."""
+    return {
+        n: None if p.grad is None else p.grad.detach().clone()
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def with_values(task: Task) -> nn.Module:
     """The model with weights: its own, or for a model on the meta device those Whale draws."""
     if not any(t.is_meta for t in (*task.model.parameters(), *task.model.buffers())):
-        return copy.deepcopy(task.model)
+        return _bare(task.model)
     bare = _bare(task.model)
     plan = parallel.plan(
         bare,
-        cluster=_one_cpu(),
-        batch=task.inputs[0],
+        cluster=Cluster.uniform(1, type="CPU"),
+        batch=task.first,
         loss=task.loss,
-        config=_one_rank_config(task),
+        config=one_rank_config(task),
     )
     model, _, _ = local_copy(bare, plan, 0, torch.device("cpu"), task.config.seed)
     return model
@@ -278,20 +363,20 @@ def _bare(model: nn.Module) -> nn.Module:
     return bare
 
 
-def _one_rank_config(task: Task) -> Config:
+def one_rank_config(task: Task, *, reduce: str | None = None) -> Config:
+    """The settings of the same training on one rank."""
+    method = reduce or task.config.communication.gradients_reduce_method
     return Config.from_dict(
         {
             **task.config.to_dict(),
+            "optimizer.max_grad_norm": None,
+            "communication.gradients_reduce_method": method,
             "auto.auto_parallel": False,
             "pipeline.num_stages": None,
             "pipeline.num_chunks": None,
             "pipeline.num_micro_batch": task.plan.num_micro_batch,
         }
     )
-
-
-def _one_cpu() -> Cluster:
-    return Cluster.uniform(1, type="CPU")
 
 
 # ---- what a step left behind ---------------------------------------------------------------------
@@ -308,34 +393,26 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def _state(model: nn.Module) -> dict[str, Any]:
     return {
         "weights": {n: p.detach() for n, p in model.named_parameters()},
-        "buffers": {n: b.detach() for n, b in model.named_buffers()},
+        # A copy: an evaluation may change it before it is written.
+        "buffers": {n: b.detach().clone() for n, b in model.named_buffers()},
     }
 
 
-def _write(task: Task, step: int, data: dict[str, Any]) -> None:
-    torch.save(data, task.truth(step))
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
+    """By parameter, what the optimizer keeps of it; a number as a tensor of one element."""
+    return {
+        name: slots_of(optimizer, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
-def read_truth(task: Task, step: int) -> dict[str, Any]:
-    """What one device had after `step`; pages are shared by all ranks that read it."""
-    data: dict[str, Any] = torch.load(task.truth(step), mmap=True, weights_only=True)
-    return data
-
-
-def greatest(tensor: Tensor) -> float:
-    """The greatest entry by size."""
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-
-
-def error_of(got: Tensor, want: Tensor, scale: float) -> tuple[float, tuple[int, ...]]:
-    """The greatest difference relative to `scale`, and where it is; a nan is infinitely wrong."""
-    if got.shape != want.shape:
-        return float("inf"), ()
-    if not got.numel():
-        return 0.0, ()
-    apart = (got.detach().double() - want.detach().double()).abs()
-    apart = torch.where(apart.isnan(), torch.inf, apart)
-    worst = int(apart.argmax())
-    location = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape))
-    difference = float(apart.flatten()[worst])
-    return (difference / scale if scale else difference), location
+def slots_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What the optimizer keeps of a parameter, by slot."""
+    return {
+        slot: value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, (Tensor, int, float))
+    }

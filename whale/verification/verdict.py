@@ -17,12 +17,14 @@ class Mismatch:
     """One tensor of one rank that differs from one device.
 
     Attributes:
-        kind: `loss`, `gradient`, `weight` or `buffer`.
+        kind: `loss`, `gradient`, `weight`, `buffer`, `state` (the optimizer's), `evaluation`,
+            `output` or `mask`.
         tensor: Its name in the user's model.
         rank: Who holds it; -1 where the one-device run itself is at odds with plain torch.
         step: From 1; 0 is the state before the first step.
         error: The greatest difference, relative to the tensor's greatest entry.
         location: Where in the whole tensor it is greatest.
+        check: Which check found it; see `Verdict.checks`.
     """
 
     kind: str
@@ -31,15 +33,34 @@ class Mismatch:
     step: int
     error: float
     location: tuple[int, ...] = ()
+    check: str = "steps"
 
     def __str__(self) -> str:
         when = f"after step {self.step}" if self.step else "before the first step"
-        if self.kind in ("loss", "gradient") and self.step:
+        if self.kind in ("loss", "gradient", "output") and self.step:
             when = f"of step {self.step}"
-        what = self.kind if self.kind == "loss" else f"{self.kind} {self.tensor}"
+        what = self.kind if self.tensor == "loss" else f"{self.kind} {self.tensor}"
         who = f"rank {self.rank}" if self.rank >= 0 else "one device"
         where = f" at {list(self.location)}" if self.location else ""
-        return f"{what} on {who} {when}: error {self.error:.3g}{where}"
+        check = "" if self.check == "steps" else f" ({self.check})"
+        return f"{what} on {who} {when}{check}: error {self.error:.3g}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at, or was not.
+
+    Attributes:
+        name: Such as `evaluate`.
+        status: `equal`, `not equal`, `refused` (Whale said no, loudly) or `not checked`.
+        worst_error: The greatest error; in autocast one of norms, of a few percent when equal.
+        note: What it compares, why Whale refused, or why it was not checked.
+    """
+
+    name: str
+    status: str
+    worst_error: float = 0.0
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +72,14 @@ class Verdict:
         worst_error: The largest error of all, also when `ok`.
         tolerance: What was allowed.
         mismatches: All that is above it, worst first.
+        checks: What was looked at, what was refused, and what was not looked at and why.
         failure: What stopped a rank: it raised, died or hung; empty otherwise.
         num_ranks: Processes that ran the plan.
         num_tensors: Parameters and buffers compared.
         reference: What "one device" was.
         folded: What was reduced to fit, or empty.
         seconds: How long it took.
+        dtype: In what was computed.
     """
 
     ok: bool
@@ -69,6 +92,8 @@ class Verdict:
     reference: str = ""
     folded: str = ""
     seconds: float = 0.0
+    checks: tuple[Check, ...] = ()
+    dtype: str = "float64"
 
     def __bool__(self) -> bool:
         return self.ok
@@ -76,11 +101,18 @@ class Verdict:
     @property
     def first(self) -> Mismatch | None:
         """The worst mismatch of the earliest moment, which is nearest to the cause."""
-        order = ("weight", "buffer", "loss", "gradient")  # before a step, then in it, then after
-        moment = {"loss": 1, "gradient": 2, "weight": 3, "buffer": 3}
+        # What one rank computes: the mask, the loss, what follows from it; then what reads that.
+        order = ("mask", "loss", "output", "gradient", "weight", "buffer", "state", "evaluation")
+        moment = {"weight": 4, "buffer": 4}
         found = sorted(
             self.mismatches,
-            key=lambda m: (m.step, moment[m.kind], -m.error, order.index(m.kind)),
+            key=lambda m: (
+                m.check == "autocast",  # a Step of its own, from the first weights
+                m.step,
+                moment.get(m.kind, order.index(m.kind)),
+                -m.error,
+                order.index(m.kind),
+            ),
         )
         return found[0] if found else None
 
@@ -109,6 +141,17 @@ class Verdict:
             lines += [f"    {m}" for m in self.mismatches[:_SHOWN]]
             if len(self.mismatches) > _SHOWN:
                 lines.append(f"    ... and {len(self.mismatches) - _SHOWN} more")
+        for status in ("equal", "not equal"):
+            names = [c.name for c in self.checks if c.status == status]
+            if names:
+                lines.append(f"  {status}: {', '.join(names)}")
+        notes: dict[str, list[str]] = {}
+        for c in self.checks:
+            if c.status in ("refused", "not checked"):
+                notes.setdefault(f"({c.note})", []).append(f"{c.status}: {c.name}")
+        for note, found in notes.items():
+            rest = [text.partition(": ")[2] for text in found[1:]]
+            lines.append(f"  {', '.join([found[0], *rest])} {note}")
         lines.append(f"  {self.seconds:.1f} s")
         return "\n".join(lines)
 
@@ -120,6 +163,7 @@ class Verdict:
             {**asdict(m), "error": _number(m.error), "location": list(m.location)}
             for m in self.mismatches
         ]
+        data["checks"] = [{**asdict(c), "worst_error": _number(c.worst_error)} for c in self.checks]
         return data
 
 

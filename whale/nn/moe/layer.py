@@ -22,6 +22,7 @@ from whale.errors import WhaleError
 from whale.nn.moe import router as routing
 from whale.nn.moe.experts import ACTIVATIONS, expert_ffn, moe_ffn
 from whale.nn.moe.router import ROUTERS, Alone, Meeting, Routed
+from whale.runtime.compat import in_backward
 from whale.runtime.recompute import install, remember, rerunning
 
 BALANCES = ("bias", "loss", "none")
@@ -278,6 +279,11 @@ class MoE(nn.Module):
     def _count(self, routed: Routed) -> None:
         if not self.training or rerunning():
             return
+        if in_backward():
+            raise WhaleError(
+                "MoE runs a second time inside a backward, where it would count its tokens twice",
+                hint="recompute with torch.utils.checkpoint",
+            )
         load = routed.wanted.sum((0, 1))
         self.tokens_seen += load
         self.tokens_dropped += load.sum() - routed.kept.sum()
