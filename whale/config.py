@@ -75,6 +75,8 @@ class Config:
     """How long a rank waits for the others before it gives up."""
     check_parts: bool = setting(True)
     """Compare parts against the whole on a small real batch when a step is built."""
+    guard: int = setting(100, minimum=0)
+    """Every so many steps, compare the bits of what ranks hold in common; 0 for never."""
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class Config:
         seed: int | None = None,
         timeout_seconds: float | None = None,
         check_parts: bool | None = None,
+        guard: int | None = None,
         **unknown: object,
     ) -> None:
         if unknown:

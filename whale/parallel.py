@@ -27,6 +27,7 @@ from whale.engine.lower import lower
 from whale.engine.parts import check_parts
 from whale.engine.stacked_experts import check_balance
 from whale.engine.step import OptimizerFactory, Step
+from whale.engine.wrappers import refuse_wrapped
 from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
@@ -113,6 +114,7 @@ def parallelize(
         outputs: Named outputs to merge, such as `{"accuracy": wh.mean}`.
     """
     settings = _config(config)
+    refuse_wrapped(model)
     captured = capture(model, batch, loss)
     if plan is None:
         plan = _plan(
@@ -176,6 +178,7 @@ def plan(
 
     `optimizer` is only asked how much state it keeps; default: as AdamW.
     """
+    refuse_wrapped(model)
     captured = capture(model, batch, loss)
     training = _training(optimizer) if optimizer is not None else Training()
     return _plan(captured, _cluster(cluster), _config(config), batches.num_rows(batch), training)

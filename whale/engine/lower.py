@@ -60,6 +60,9 @@ class Lowered:
     executor: Executor
     device: torch.device
     own_norms: list[OwnBatchNorm]
+    random: KeyedRandom | None
+    untraced: bool
+    """Whether the model's code could not be traced: it may read the values of the batch."""
 
 
 def lower(
@@ -120,6 +123,7 @@ def lower(
         _skippable(plan, local, set(stages)),
         queue,
     )
+    executor.origins = captured.program.origins() if captured.program else {}
     return Lowered(
         model=local,
         params=params,
@@ -130,6 +134,8 @@ def lower(
         executor=executor,
         device=device,
         own_norms=own_norms,
+        random=random,
+        untraced=captured.program is None,
     )
 
 

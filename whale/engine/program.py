@@ -95,6 +95,10 @@ class Program:
     specs: list[ValueSpec] = field(default_factory=list)
     result: Any = None
 
+    def origins(self) -> dict[int, str]:
+        """Where in the user's code each value is made."""
+        return {value: op.where for op in self.ops for value in op.outputs}
+
 
 def is_tree(value: Any) -> bool:
     """Whether `value` is a container that arguments are looked for in."""

@@ -23,7 +23,7 @@ from whale.engine.program import Op, Program, Ref, State, ValueSpec, tensors_in,
 from whale.errors import CaptureError
 from whale.runtime.compat import real_tensors
 
-_READS = {
+READS = {
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
     "item", "tolist", "numpy", "is_nonzero", "equal", "__array__",
 }  # fmt: skip
@@ -211,7 +211,7 @@ class GlueTracer(TorchFunctionMode):
             self._note_random(func, name, args, kwargs)
         if self.paused:
             return func(*args, **kwargs)
-        if name in _READS:
+        if name in READS:
             return self._read(func, name, args, kwargs)
         if name == "__setitem__":
             func, name = set_item, "set_item"

@@ -1,0 +1,147 @@
+"""Variants: the stages of a pipeline for each kind of batch it meets.
+
+Place in the flow: asked by Step before it runs a batch. The glue between stages was traced for the
+shapes, dtypes, Python values, autocast and mode of one batch, which it holds as constants; a batch
+of another Signature is traced once more, under the same plan. What all ranks then send and expect
+is known to all of them without a word. A model in one stage runs the user's own code and needs no
+variants.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale.engine.capture import Captured, capture
+from whale.engine.lower import Lowered, make_stages
+from whale.errors import CaptureError
+from whale.ir.model_graph import assign_stages
+from whale.ir.plan import Plan
+from whale.runtime import batch as batches
+from whale.runtime.executor import Border, StageModule
+from whale.runtime.signature import Signature, autocast
+
+_MOST = 64
+"""Variants kept; the one used longest ago is traced again when it is needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """The stages of this rank, the values that cross, and where each is made."""
+
+    stages: Mapping[int, StageModule]
+    borders: Sequence[Border]
+    origins: Mapping[int, str]
+
+
+class Variants:
+    """The variants of one Step on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        lowered: Lowered,
+        loss: batches.Loss | None,
+        outputs: frozenset[str],
+        rank: int,
+    ) -> None:
+        self.model, self.plan, self.lowered = model, plan, lowered
+        self.loss, self.outputs, self.rank = loss, outputs, rank
+        self._known: OrderedDict[Signature, Variant] = OrderedDict()
+
+    def built(self, signature: Signature) -> None:
+        """The stages the Step was built with are those of this signature."""
+        now = self.lowered.executor
+        if self.model.training:
+            self._known[signature] = Variant(
+                stages=now.stages, borders=now.borders, origins=now.origins
+            )
+
+    def of(self, batch: Any, signature: Signature) -> Variant | None:
+        """The variant for a batch of this signature; None: one stage, which is always the same."""
+        if len(self.plan.stages) == 1:
+            return None
+        found = self._known.pop(signature, None) or self._make(batch, signature)
+        self._known[signature] = found
+        if len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        return found
+
+    def _make(self, batch: Any, signature: Signature) -> Variant:
+        example = batches.rebuild(batch, signature.example())
+        local = self.lowered
+        with (
+            _modes_of(self.model, local.model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            autocast(torch.device("cpu"), signature.autocast)(),
+        ):
+            captured = capture(self.model, example, self.loss)
+        if captured.program is None:
+            assert captured.refusal is not None
+            raise captured.refusal
+        _check_same_model(captured, self.plan, signature)
+        stages = make_stages(
+            self.plan,
+            self.rank,
+            local.model,
+            captured,
+            self.loss,
+            self.outputs,
+            local.random if signature.training else None,
+            local.device,
+            local.context,
+        )
+        program = captured.program
+        return Variant(stages=stages, borders=program.specs, origins=program.origins())
+
+
+@contextmanager
+def _modes_of(model: nn.Module, running: nn.Module) -> Iterator[None]:
+    """The user's model in the modes of the copy that runs: glue may branch on `training`."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    flags = {module: module.training for module in modules.values()}
+    for path, module in running.named_modules(remove_duplicate=False):
+        if path in modules:
+            modules[path].training = module.training
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+def _check_same_model(captured: Captured, plan: Plan, signature: Signature) -> None:
+    """Layers and weights must be where the plan put them; edges are `make_stages`'s to check."""
+    assert captured.program is not None
+    stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
+    unknown = [layer.path for layer in captured.graph.layers if layer.path not in stage_of_path]
+    homes = {home.name: home for home in plan.homes}
+    misplaced: list[str] = []
+    if not unknown:
+        places = [stage_of_path[layer.path] for layer in captured.graph.layers]
+        stage_of_op, _ = assign_stages(captured.graph.nodes, places)
+        for node, stage in zip(captured.graph.nodes, stage_of_op, strict=True):
+            read = node.params
+            if node.layer is not None:
+                read = (*read, *captured.graph.layers[node.layer].params)
+            misplaced += [
+                name
+                for name in read
+                if stage is not None and name in homes and stage not in homes[name].stages
+            ]
+    if unknown or misplaced:
+        what = f"calls {unknown[0]}" if unknown else f"reads {misplaced[0]} in another stage"
+        raise CaptureError(
+            f"on a batch of {signature.lines()['tensors']} the model {what}, unlike on the batch "
+            "the plan was made with",
+            hint="make the plan with such a batch, or keep code that branches on shapes inside "
+            "one annotated module",
+        )
