@@ -83,6 +83,7 @@ def _evaluate(step: Any) -> None:
 def _end(step: Any) -> None:
     if rank() == 0:
         step.gradients()
+    step.close()
 
 
 def _slow(step: Any) -> None:
@@ -96,7 +97,7 @@ CALLS: list[tuple[Callable[[Any], None], str]] = [
     (_save, "rank 0 saves, rank 1 steps"),
     (_state, "rank 0 steps, rank 1 calls state_dict()"),
     (_evaluate, "rank 0 evaluates, rank 1 steps"),
-    (_end, "rank 1 has ended its program"),
+    (_end, "rank 1 has ended"),
 ]
 
 
@@ -183,9 +184,7 @@ def _own_samples() -> str:
     ],
 )
 def test_batches_of_one_rank_are_refused(kind: str, said: str) -> None:
-    found = run_ranks(2, _own_batches, kind, timeout=40.0, expect_failure=kind == "shape later")
-    texts = found if isinstance(found, list) else [str(found)]
-    for text in texts:
+    for text in run_ranks(2, _own_batches, kind, timeout=40.0):
         assert said in text, text
         assert "global batch" in text
 

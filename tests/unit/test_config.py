@@ -54,6 +54,7 @@ DEFAULTS = {
     "seed": 0,
     "timeout_seconds": 600.0,
     "check_parts": True,
+    "guard": 100,
 }
 # Enumerated from EPL 0.6.0, not from our own table.
 EPL = [

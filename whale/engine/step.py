@@ -37,7 +37,7 @@ from whale.runtime.executor import Totals
 from whale.runtime.guard import Guard
 from whale.runtime.heartbeat import is_communication_error
 from whale.runtime.heartbeat import start as start_heartbeat
-from whale.runtime.meeting import Details, Meetings
+from whale.runtime.meeting import Details, ElsewhereError, Meetings, wake_others
 from whale.runtime.optimizer import check_elementwise
 from whale.runtime.outputs import Merge, merge
 from whale.runtime.signature import autocast, no_autocast
@@ -151,6 +151,9 @@ class Step:
         except BaseException as error:
             blamed = beat.explain(error) if is_communication_error(error) else None
             beat.fail(blamed or error)
+            if isinstance(error, ElsewhereError):
+                self._lowered.groups.close()
+                wake_others()
             if blamed is None:
                 raise
             raise blamed from error

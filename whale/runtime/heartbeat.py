@@ -69,6 +69,7 @@ class Heartbeat:
         self.call, self.doing, self.state, self.moved = 0, "parallelize", "out", time.time()
         self.error: str | None = None
         self.fatal = False
+        self._seen: dict[int, tuple[float, float]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="whale-heartbeat", daemon=True)
         self._write()
@@ -125,21 +126,28 @@ class Heartbeat:
             os._exit(1)
 
     def beats(self) -> list[Beat]:
-        """The last position of every rank that ever wrote one."""
-        now = time.time()
+        """The last position of every rank that ever wrote one.
+
+        Hosts' clocks differ, so a rank's age is how long this one has seen nothing new of it.
+        """
+        now = time.monotonic()
         found = []
         for rank in range(self.num_ranks):
             if not self.store.check([str(rank)]):
                 continue
             written, *rest = json.loads(self.store.get(str(rank)))
-            found.append(Beat(rank, now - written, *rest))
+            if self._seen.get(rank, (None, 0.0))[0] != written:
+                self._seen[rank] = (written, now)
+            found.append(Beat(rank, now - self._seen[rank][1], *rest))
         return found
 
     def explain(self, error: BaseException | None) -> RankError:
         """The error to raise when communication failed: it names the rank that is to blame."""
         # A rank that just failed needs a moment to say so; a dead one is known by its silence.
-        time.sleep(0.0 if error is None else 2.5 * _PERIOD)
         try:
+            if error is not None:
+                self.beats()
+                time.sleep(2.5 * _PERIOD)
             beats = self.beats()
         except Exception as gone:  # noqa: BLE001 - whatever the store raises, it is not there
             return RankError(
@@ -159,7 +167,7 @@ class Heartbeat:
             what = f"rank {first.rank} failed in step {first.step} at {first.name}: {first.error}"
         elif ended:
             first = ended[0]
-            what = f"rank {first.rank} has ended its program; its last call was {first.doing}"
+            what = f"rank {first.rank} has ended; its last call was {first.doing}"
         elif other:
             what = differing(self.rank, self.doing, [(b.rank, b.doing) for b in other])
         elif silent:

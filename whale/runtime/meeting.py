@@ -8,11 +8,11 @@ batches like the one before do not meet: the hot path costs nothing.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -21,6 +21,8 @@ from whale.runtime.heartbeat import Beat, Heartbeat, differing, own_store, verb
 
 _LOOK_S = 0.5
 """How long to wait for words before looking at heartbeats."""
+_PAUSE_S = 0.02
+"""The longest pause between two looks for words."""
 _SAY_AFTER_S = 5.0
 """A rank that waits this long for one that is outside Whale says so."""
 _HINT = (
@@ -30,6 +32,10 @@ _HINT = (
 
 Details = Mapping[str, str]
 Differ = Callable[[list[Details]], RankError | None]
+
+
+class ElsewhereError(RankError):
+    """Other ranks are in another call, where they wait for this one."""
 
 
 class Meetings:
@@ -68,16 +74,19 @@ class Meetings:
     def _mismatch(self, others: list[tuple[int, str]]) -> RankError:
         beat = self.beat
         said = differing(beat.rank, beat.doing, others)
-        return RankError(f"{said} (call {beat.call} of the step)", hint=_HINT)
+        return ElsewhereError(f"{said} (call {beat.call} of the step)", hint=_HINT)
 
     def _wait(self, keys: list[str]) -> None:
-        began, told = time.monotonic(), False
-        while True:
-            try:
-                self.store.wait(keys, timedelta(seconds=_LOOK_S))
-                return
-            except RuntimeError:
-                waited = time.monotonic() - began
+        began, looked, told = time.monotonic(), time.monotonic(), False
+        # Asked again and again: a wait of the store's own warns whenever it runs out of time.
+        pause = 0.0002
+        while not self.store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_S)
+            waited = time.monotonic() - began
+            if time.monotonic() - looked < _LOOK_S:
+                continue
+            looked = time.monotonic()
             missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
             beats = [b for b in self.beat.beats() if b.rank in missing]
             self._look(beats)
@@ -104,7 +113,7 @@ class Meetings:
         others = [(b.rank, b.doing) for b in beats]
         if all(b.doing == self.beat.doing for b in beats):
             ranks = ", ".join(str(b.rank) for b in beats)
-            return RankError(
+            return ElsewhereError(
                 f"rank {self.beat.rank} has a batch of another kind than its last, rank {ranks} "
                 f"has not (call {self.beat.call} of the step, {verb(self.beat.doing)})",
                 hint=SAME_BATCH,
@@ -119,6 +128,17 @@ class Meetings:
             for b in beats
         )
         return f"rank {self.beat.rank} {verb(self.beat.doing)} and waits: {where}"
+
+
+def wake_others() -> None:
+    """Closes this rank's connections, at which ranks that wait for it stop waiting.
+
+    Nothing more can be done together once ranks are in different calls. With NCCL the heartbeats of
+    the others end them.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+        gc.collect()
 
 
 SAME_BATCH = (

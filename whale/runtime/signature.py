@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,7 +169,14 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Context:
     """
     if dtype is None:
         return nullcontext
-    return lambda: torch.autocast(device.type, dtype=dtype)
+
+    @contextmanager
+    def cast() -> Iterator[None]:
+        with torch.autocast(device.type, dtype=dtype):
+            yield
+        torch.clear_autocast_cache()
+
+    return cast
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
