@@ -69,7 +69,7 @@ class Branches:
         """Whether values may be read, by several replicas."""
         one = len(plan.stages) == 1 and len(plan.stages[0].virtual_device.replicas) > 1
         interact = any(getattr(m, "rows_interact", False) for m in lowered.model.modules())
-        return one and lowered.untraced and not interact
+        return one and lowered.program is None and not interact
 
     def around(self, inner: Context) -> Context:
         """`inner`, and the notes of one forward."""

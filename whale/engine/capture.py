@@ -282,6 +282,13 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
     )
 
 
+def trace(model: nn.Module, batch: Any, loss: batches.Loss | None, rows: int) -> Program:
+    """The glue as it runs for exactly `rows` rows: what a captured Program is held against."""
+    program = _run(model, batch, loss, rows, set(), True).program
+    assert program is not None
+    return program
+
+
 LARGE = 0.25
 """Of a model's parameters: a smaller Layer is not worth gathering the rows of all replicas for."""
 

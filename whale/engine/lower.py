@@ -16,7 +16,7 @@ from torch import nn
 
 from whale.config_groups import CommunicationConfig
 from whale.engine.capture import Captured
-from whale.engine.program import ValueSpec
+from whale.engine.program import Program, ValueSpec
 from whale.engine.random import install_randomness, with_heads
 from whale.engine.rules import install
 from whale.engine.stages import CutStage, WholeStage, cut
@@ -61,8 +61,8 @@ class Lowered:
     device: torch.device
     own_norms: list[OwnBatchNorm]
     random: KeyedRandom | None
-    untraced: bool
-    """Whether the model's code could not be traced: it may read the values of the batch."""
+    program: Program | None
+    """The glue as traced; None: it could not be, for it may read the values of the batch."""
 
 
 def lower(
@@ -135,7 +135,7 @@ def lower(
         device=device,
         own_norms=own_norms,
         random=random,
-        untraced=captured.program is None,
+        program=captured.program,
     )
 
 

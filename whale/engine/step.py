@@ -163,9 +163,9 @@ class Step:
     def _run(self, taken: Taken, actions: Sequence[Action], *args: Any) -> Totals:
         """The actions on a batch, by the stages that were traced for its kind."""
         executor = self._lowered.executor
-        variant = self._variants.of(taken.batch.data, taken.signature)
+        variant = self._variants.of(taken.batch, taken.signature)
         if variant is not None:
-            executor.use(variant.stages, variant.borders, variant.origins)
+            executor.use(variant.stages, variant.program.specs, variant.origins)
         around = autocast(self._lowered.device, taken.signature.autocast)
         executor.around = around if self._branches is None else self._branches.around(around)
         totals = executor.run(taken.batch, actions, *args)

@@ -10,21 +10,24 @@ variants.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from whale.engine.capture import Captured, capture
+from whale.engine.capture import ROWS, Captured, capture, trace
 from whale.engine.lower import Lowered, make_stages
-from whale.errors import CaptureError
+from whale.engine.program import Program, check_rows
+from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan
+from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
-from whale.runtime.executor import Border, StageModule
+from whale.runtime.batch import LocalBatch
+from whale.runtime.executor import StageModule
 from whale.runtime.signature import Signature, autocast
 
 _MOST = 64
@@ -33,11 +36,16 @@ _MOST = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """The stages of this rank, the values that cross, and where each is made."""
+    """The stages of this rank, and the program they were cut from."""
 
     stages: Mapping[int, StageModule]
-    borders: Sequence[Border]
+    program: Program
     origins: Mapping[int, str]
+    """Where in the user's code each value is made."""
+    checked: set[int] = field(default_factory=lambda: {*ROWS})
+    """Numbers of rows for which the program was held against a trace of its own."""
+    totals: set[int] = field(default_factory=set)
+    """Sizes of global batches all of whose parts were."""
 
 
 class Variants:
@@ -58,31 +66,67 @@ class Variants:
 
     def built(self, signature: Signature) -> None:
         """The stages the Step was built with are those of this signature."""
-        now = self.lowered.executor
-        if self.model.training:
+        program = self.lowered.program
+        if self.model.training and program is not None:
+            now = self.lowered.executor
             self._known[signature] = Variant(
-                stages=now.stages, borders=now.borders, origins=now.origins
+                stages=now.stages, program=program, origins=now.origins
             )
 
-    def of(self, batch: Any, signature: Signature) -> Variant | None:
+    def of(self, batch: LocalBatch, signature: Signature) -> Variant | None:
         """The variant for a batch of this signature; None: one stage, which is always the same."""
         if len(self.plan.stages) == 1:
             return None
-        found = self._known.pop(signature, None) or self._make(batch, signature)
+        found = self._known.pop(signature, None) or self._make(batch.data, signature)
         self._known[signature] = found
+        self._check_rows(found, batch, signature)
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
         return found
 
-    def _make(self, batch: Any, signature: Signature) -> Variant:
-        example = batches.rebuild(batch, signature.example())
-        local = self.lowered
+    def _check_rows(self, variant: Variant, batch: LocalBatch, signature: Signature) -> None:
+        """Numbers of rows that were not met before: all that any rank, or one device, would see."""
+        if batch.total_rows in variant.totals:
+            return
+        points = micro_batch_cuts(batch.total_rows, self.plan.num_micro_batch)
+        sizes = {high - low for low, high in zip(points, points[1:], strict=False)}
+        for stage in self.plan.stages:
+            device = stage.virtual_device
+            for size in tuple(sizes):
+                spans = (device.rows(rank, size) for rank in device.ranks)
+                sizes |= {end - start for start, end in spans}
+        example = batches.rebuild(batch.data, signature.example())
+        for rows in sorted(sizes - variant.checked - {0}):
+            try:
+                with self._as_run(signature):
+                    traced = trace(self.model, example, self.loss, rows)
+            except WhaleError:
+                raise
+            except Exception as error:
+                raise CaptureError(
+                    f"the model cannot be traced for {rows} rows, as it could for a few: "
+                    f"{type(error).__name__}: {error}"[:600],
+                    hint="put code that depends on the batch size inside one annotated module",
+                ) from error
+            check_rows(variant.program, traced, rows)
+            variant.checked.add(rows)
+        variant.totals.add(batch.total_rows)
+
+    @contextmanager
+    def _as_run(self, signature: Signature) -> Iterator[None]:
+        """Around a trace: the modes and the autocast of the run it is for."""
         with (
-            _modes_of(self.model, local.model),
+            _modes_of(self.model, self.lowered.model),
             torch.inference_mode(False),
             torch.enable_grad(),
             autocast(torch.device("cpu"), signature.autocast)(),
         ):
+            yield
+
+    def _make(self, batch: Any, signature: Signature) -> Variant:
+        example = batches.rebuild(batch, signature.example())
+        local = self.lowered
+        with self._as_run(signature):
             captured = capture(self.model, example, self.loss)
         if captured.program is None:
             assert captured.refusal is not None
@@ -100,7 +144,7 @@ class Variants:
             local.context,
         )
         program = captured.program
-        return Variant(stages=stages, borders=program.specs, origins=program.origins())
+        return Variant(stages=stages, program=program, origins=program.origins())
 
 
 @contextmanager
