@@ -135,7 +135,11 @@ def one_device(name: str, around: Around) -> tuple[list[float], dict[str, Tensor
         batch = make(seed)
         with around():
             loss = loss_of(model(batch[0]), batch[1])
-        loss.backward()
+        # Sums, divided once at the end: a scale rounds bfloat16 in other places.
+        count = batch[1].numel()
+        loss.backward(torch.tensor(float(count)))
+        for parameter in model.parameters():
+            parameter.grad /= count
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))

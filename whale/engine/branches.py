@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from whale.engine.lower import Lowered
@@ -146,16 +147,10 @@ class Branches:
         if low == high:
             return found
         model, context = self.lowered.model, self.lowered.context
-        flags = {module: module.training for module in model.modules()}
-        model.eval()
         context.first_row, context.rows = low, high - low
         rows = batches.take_rows(batch, low, high, self.lowered.device)
-        try:
-            with around():
-                out = self.lowered.executor.stages[0].forward(rows, {}, high - low)
-        finally:
-            for module, flag in flags.items():
-                module.training = flag
+        with _untouched(model), around():
+            out = self.lowered.executor.stages[0].forward(rows, {}, high - low)
         assert out.loss is not None
         assert out.count is not None
         weight = out.count.double()
@@ -188,6 +183,23 @@ class Branches:
             "decide for its rows",
             where=seen.where,
         )
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """In eval mode; buffers and random numbers are afterwards as if nothing had run."""
+    flags = {module: module.training for module in model.modules()}
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.eval()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+        for module, flag in flags.items():
+            module.training = flag
 
 
 def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
