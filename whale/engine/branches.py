@@ -146,22 +146,21 @@ class Branches:
         found = torch.zeros(2 + len(params), dtype=torch.float64, device=self.lowered.device)
         if low == high:
             return found
-        model, context = self.lowered.model, self.lowered.context
+        context = self.lowered.context
         context.first_row, context.rows = low, high - low
         rows = batches.take_rows(batch, low, high, self.lowered.device)
-        with _untouched(model), around():
-            out = self.lowered.executor.stages[0].forward(rows, {}, high - low)
-        assert out.loss is not None
-        assert out.count is not None
-        weight = out.count.double()
-        found[0], found[1] = out.loss.detach().double() * weight, weight
-        if out.loss.requires_grad:
-            seed = out.count.to(out.loss.dtype).reshape(out.loss.shape)
-            grads = torch.autograd.grad(out.loss, params, seed, allow_unused=True)
-            for i, grad in enumerate(grads):
-                if grad is not None:
-                    places = torch.arange(grad.numel(), device=grad.device).double()
-                    found[2 + i] = (grad.double().flatten() * torch.cos(places + 1)).sum()
+        with _untouched(self.lowered.model):
+            with around():
+                out = self.lowered.executor.stages[0].forward(rows, {}, high - low)
+            assert out.loss is not None
+            assert out.count is not None
+            weight = out.count.double()
+            found[0], found[1] = out.loss.detach().double() * weight, weight
+            if out.loss.requires_grad:
+                seed = out.count.to(out.loss.dtype).reshape(out.loss.shape)
+                grads = torch.autograd.grad(out.loss, params, seed, allow_unused=True)
+                for i, grad in enumerate(grads):
+                    found[2 + i] = 0.0 if grad is None else _projection(grad)
         return found
 
     def _error(self, reads: list[list[Read] | None], said: str) -> RankError:
@@ -183,6 +182,11 @@ class Branches:
             "decide for its rows",
             where=seen.where,
         )
+
+
+def _projection(grad: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(1, grad.numel() + 1, device=grad.device, dtype=torch.float64)
+    return (grad.double().flatten() * torch.cos(places)).sum()
 
 
 @contextmanager
