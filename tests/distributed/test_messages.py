@@ -114,6 +114,11 @@ def three() -> dict[str, Any]:
     return {"emb|pos|a": wh.stage(), "b": wh.stage(), "c|head": wh.stage()}
 
 
+def nested() -> dict[str, Any]:
+    """On four ranks: two replicas, then a split over two."""
+    return {"emb|pos|a": (wh.stage(), wh.replicate()), "b|c|head": (wh.stage(), wh.split())}
+
+
 def flat() -> dict[str, Any]:
     return {"inp": wh.stage(), "mid|out": wh.stage()}
 
@@ -236,11 +241,26 @@ def _three_ranks() -> dict[str, tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "fn"), [(2, _two_ranks), (3, _three_ranks)], ids=["2", "3"])
+def _four_ranks() -> dict[str, tuple[float, float]]:
+    wh.init()
+    return {
+        "replicas lengths": run(glued, two, ids_of, LENGTHS, MICRO, torch.float64),
+        "replicas autocast": run(glued, two, ids_of, CASTS, MICRO, torch.float32),
+        "nested lengths": run(glued, nested, ids_of, LENGTHS, MICRO, torch.float64),
+        "nested autocast": run(glued, nested, ids_of, CASTS, MICRO, torch.float32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fn"),
+    [(2, _two_ranks), (3, _three_ranks), (4, _four_ranks)],
+    ids=["2", "3", "4"],
+)
 def test_other_kinds_of_batches(ranks: int, fn: Any) -> None:
     for result in run_ranks(ranks, fn, timeout=100):
         for name, (loss, weight) in result.items():
-            # With autocast both sides round alike: the order of float32 sums is all that differs.
-            allowed = 1e-9 if "lengths" in name else 2e-6
+            # Under autocast stages round as one device does: the order of float32 sums is all that
+            # differs. Replicas and shards round their parts.
+            allowed = 1e-9 if "lengths" in name else (2e-6 if ranks < 4 else 4e-3)
             assert loss < allowed, (name, result)
             assert weight < allowed, (name, result)

@@ -1,7 +1,7 @@
 """Autocast around the step, under splits and replicas: what autocast on one device computes.
 
 Sums over shards round in bfloat16 where one device sums in float32, so equality is measured by what
-autocast itself changes: layouts may differ by less than bfloat16 differs from float32.
+autocast itself changes: layouts may differ by no more than twice what bfloat16 differs from float32 by.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def test_split_and_data_as_one_device() -> None:
             for result in results:
                 losses, weights, dtypes = result[name]
                 where = (layout, name)
-                assert _distance(weights, state) < 1.0 * rounding + 1e-7, where
+                assert _distance(weights, state) < 2.0 * rounding, where
                 for got, want in zip(losses, casts, strict=True):
                     assert abs(got - want) < 4e-3 * abs(want), (where, losses, casts)
                 assert dtypes <= {torch.bfloat16}, (where, dtypes)
