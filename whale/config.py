@@ -77,6 +77,8 @@ class Config:
     """Compare parts against the whole on a small real batch when a step is built."""
     check_splits: bool = setting(True)
     """Run each split beside the whole module on a few rows when a step is built."""
+    guard: int = setting(100, minimum=0)
+    """Every so many steps, compare the bits of what ranks hold in common; 0 for never."""
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class Config:
         timeout_seconds: float | None = None,
         check_parts: bool | None = None,
         check_splits: bool | None = None,
+        guard: int | None = None,
         **unknown: object,
     ) -> None:
         if unknown:

@@ -34,6 +34,7 @@ from whale.engine.outsiders import refuse_own_parameters
 from whale.engine.parts import check_parts
 from whale.engine.rehearsal import rehearse
 from whale.engine.step import OptimizerFactory, Step
+from whale.engine.wrappers import refuse_wrapped
 from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
@@ -123,6 +124,7 @@ def parallelize(
         outputs: Named outputs to merge, such as `{"accuracy": wh.mean}`.
     """
     settings = _config(config)
+    refuse_wrapped(model)
     refuse_own_parameters(model, loss)
     _say_eager(model)
     captured = capture(model, batch, loss)
@@ -193,7 +195,6 @@ def parallelize(
             simulate(plan, title=type(model).__name__), measured=measured
         ),
         changes=changes,
-        captured=captured,
     )
 
 
@@ -211,6 +212,7 @@ def plan(
 
     `optimizer` is only asked how much state it keeps; default: as AdamW.
     """
+    refuse_wrapped(model)
     captured = capture(model, batch, loss)
     training = _training(optimizer) if optimizer is not None else Training()
     return _plan(captured, _cluster(cluster), _config(config), batches.num_rows(batch), training)

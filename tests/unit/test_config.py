@@ -55,6 +55,7 @@ DEFAULTS = {
     "timeout_seconds": 600.0,
     "check_parts": True,
     "check_splits": True,
+    "guard": 100,
 }
 # Enumerated from EPL 0.6.0, not from our own table.
 EPL = [

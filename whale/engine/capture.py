@@ -26,7 +26,7 @@ from whale.engine.graph import Run, graph_of
 from whale.engine.layers import find_layers, layer_tags
 from whale.engine.match import split_options
 from whale.engine.probe import seen_draws
-from whale.engine.program import Op, Program, merge, tensors_in, tree_map
+from whale.engine.program import Program, merge, tensors_in, tree_map
 from whale.engine.readers import Readers
 from whale.engine.stacked_experts import give_shapes
 from whale.engine.trace import GlueTracer, add_constants
@@ -338,26 +338,19 @@ def _capture(model: nn.Module, batch: Any, loss: batches.Loss | None, training: 
     )
 
 
-def same_trace(a: Captured, b: Captured, *, glue: bool) -> bool:
-    """Whether two captures of a model draw the same randomness and, with `glue`, run the same."""
-    if a.random != b.random:
-        return False
-    if not glue:
-        return True
-    if a.program is None or b.program is None:
-        return False
-    return [_steps(op) for op in a.program.ops] == [_steps(op) for op in b.program.ops]
-
-
-def _steps(op: Op) -> tuple[Any, ...]:
-    return op.layer, getattr(op.target, "__name__", None), repr(op.args), repr(op.kwargs), op.state
-
-
 def _refuse_foreign(who: str) -> CaptureError:
     return CaptureError(
         f"the model draws from {who}, whose numbers a stage cannot draw alone",
         hint="draw with torch's functions, which are keyed by seed, step and row; or use one stage",
     )
+
+
+def trace(model: nn.Module, batch: Any, loss: batches.Loss | None, rows: int) -> Program:
+    """The glue as it runs for exactly `rows` rows: what a captured Program is held against."""
+    with generators.kept():
+        program = _run(model, batch, loss, rows, set(), True, training=False).program
+    assert program is not None
+    return program
 
 
 LARGE = 0.25

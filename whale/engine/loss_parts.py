@@ -44,6 +44,12 @@ class LossParts:
     leads: bool = True
     gathered: Gathered | None = None
 
+    @property
+    def meets(self) -> bool:
+        """Whether replicas wait for each other in it."""
+        joins = self.weighing is not None and self.weighing.joins
+        return self.gathered is not None or (joins and self.group is not None)
+
     @contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model runs."""

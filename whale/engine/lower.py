@@ -18,7 +18,7 @@ from whale.config_groups import CommunicationConfig
 from whale.engine.capture import Captured
 from whale.engine.changes import Changes, stages_of_changes
 from whale.engine.loss_parts import LossParts, loss_parts
-from whale.engine.program import ValueSpec
+from whale.engine.program import Program, ValueSpec
 from whale.engine.random import Surroundings, install_randomness, with_heads
 from whale.engine.rules import install
 from whale.engine.stages import CutStage, WholeStage, cut
@@ -71,6 +71,8 @@ class Lowered:
     notes: list[str]
     """Splits that could not be tried beside the whole module, and why."""
     surroundings: Surroundings
+    program: Program | None
+    """The glue as traced; None: it could not be, for it may read the values of the batch."""
 
 
 def lower(
@@ -135,6 +137,7 @@ def lower(
         - (stages_of_changes(plan, changes) if changes is not None else set()),
         queue,
     )
+    executor.origins = captured.program.origins() if captured.program else {}
     return Lowered(
         model=local,
         params=params,
@@ -148,6 +151,7 @@ def lower(
         parts=parts,
         notes=notes,
         surroundings=surroundings,
+        program=captured.program,
     )
 
 

@@ -3,7 +3,7 @@
 Place in the flow: called by `wh.parallelize` before lowering, and by Step again on rows it trains
 on. A loss that does not come out the same when the rows are computed apart is refused here, never
 silently weighed (design, decision 5). What rows do to each other by design is held (`engine.held`);
-batches with holes are tried beside the real one (`engine.variants`).
+batches with holes are tried beside the real one (`engine.holes`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.engine.held import MOST_COPIED, Quiet, held, noisy_copy, undisturbed
-from whale.engine.variants import variants
+from whale.engine.holes import with_holes
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.nn.router_losses import computed_by, has_router_losses, leaves
@@ -122,7 +122,7 @@ class Rows:
         """Tries the rows as they are, then with holes; `large`: not in all ways."""
         weighing = self._classified()
         self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts)
-        for number, (text, batch) in enumerate(variants(self.few, self.rows)):
+        for number, (text, batch) in enumerate(with_holes(self.few, self.rows)):
             if large and number:
                 break
             try:

@@ -119,6 +119,10 @@ class Program:
     result: Any = None
     asked: list[Asked] = field(default_factory=list)
 
+    def origins(self) -> dict[int, str]:
+        """Where in the user's code each value is made."""
+        return {value: op.where for op in self.ops for value in op.outputs}
+
 
 def is_tree(value: Any) -> bool:
     """Whether `value` is a container that arguments are looked for in."""
@@ -256,6 +260,44 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
     )
 
 
+def check_rows(program: Program, traced: Program, rows: int) -> None:
+    """Raises if the glue for `rows` rows, traced by itself, is not what `program` makes of it.
+
+    Code such as `rows // 2` or `if rows > 4` looks constant in traces at two numbers of rows.
+    """
+    hint = "put code that computes with or branches on the batch size inside one annotated module"
+    if len(program.ops) != len(traced.ops):
+        raise CaptureError(
+            f"the glue runs {len(traced.ops)} operations for {rows} rows and {len(program.ops)} "
+            "for a few",
+            hint=hint,
+        )
+
+    def constants(op: Op) -> list[str]:
+        found: list[str] = []
+
+        def add(leaf: Any) -> None:
+            bound = leaf.slope * rows + leaf.offset if isinstance(leaf, Rows) else leaf
+            found.append(repr(bound))
+
+        visit((op.args, op.kwargs), add, _COMPARED)
+        return found
+
+    for known, found in zip(program.ops, traced.ops, strict=True):
+        same = (known.layer, known.outputs) == (found.layer, found.outputs)
+        same = same and getattr(known.target, "__name__", 0) == getattr(found.target, "__name__", 0)
+        if not same or constants(known) != constants(found):
+            pairs = zip(constants(known), constants(found), strict=False)
+            what = next((f"{b} instead of {a}" for a, b in pairs if a != b), "another operation")
+            raise CaptureError(
+                f"{found.where}: the glue for {rows} rows differs from that for a few ({what})",
+                hint=hint,
+            )
+
+
+_COMPARED = (Ref, State, Rows, bool, int, float, str, torch.dtype)
+
+
 def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
         items = [_merge_tree(x, y, rows, where) for x, y in zip(a, b, strict=True)]
@@ -272,7 +314,7 @@ def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
         slope, rest = divmod(b - a, rows[1] - rows[0])
         if rest == 0:
             return Rows(slope, a - slope * rows[0])
-    elif isinstance(a, float) and isinstance(b, float) and a != b:
+    elif isinstance(a, float) and isinstance(b, float) and repr(a) != repr(b):
         pass
     else:
         return a

@@ -1,7 +1,7 @@
 """Recheck: parts against whole once more, on rows that are being trained on.
 
 Place in the flow: called by Step before steps 1, 2, 4, 8, ... The trial at build knows one batch
-and what `engine.variants` makes of it; later ones may have what neither had. It costs a few
+and what `engine.holes` makes of it; later ones may have what neither had. It costs a few
 forwards of a few rows without gradients and no communication, so it runs only where a rank computes
 its rows alone: one stage, nothing split, nothing for which replicas meet.
 """

@@ -34,6 +34,8 @@ class StageProgram:
     incoming: dict[int, list[int]]
     outgoing: dict[int, list[int]]
     result: dict[str, Any] | None
+    dtypes: list[torch.dtype]
+    """Of every value of the program, when it was traced."""
 
 
 def cut(
@@ -86,6 +88,7 @@ def cut(
                 result=_local_result(result, stage_of_op, producer, stage)
                 if stage == loss_stage
                 else None,
+                dtypes=[spec.dtype for spec in program.specs],
             )
         )
     for part in stages:
@@ -202,6 +205,7 @@ class CutStage:
         sent = {v for group in part.outgoing.values() for v in group} | set(_refs(part.result))
         self.head = segments(part.ops[:tail], sent | {v for o in part.ops[tail:] for v in o.inputs})
         self.tail = segments(part.ops[tail:], sent)
+        self._checked = False
 
     def _run(
         self,
@@ -221,6 +225,21 @@ class CutStage:
         assert isinstance(value, torch.Tensor)
         return value
 
+    def _check_dtypes(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Glue may hold the dtype of what a Layer gave in the trace (`mask.to(x.dtype)`)."""
+        self._checked = True
+        for op in self.part.ops:
+            for value in op.outputs if op.layer is not None else ():
+                found, traced = values[value].dtype, self.part.dtypes[value]
+                if found != traced:
+                    raise CaptureError(
+                        f"{op.layer} gives {found}, and {traced} when it was traced on the CPU",
+                        hint="under autocast, let Layers next to glue end in a module whose dtype "
+                        "does not depend on the device, or put the glue inside one annotated "
+                        "module",
+                        where=op.where,
+                    )
+
     def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
         """Runs this stage on its rows; `received` are the values from earlier stages."""
         values = dict(enumerate(batches.leaves(batch)))
@@ -235,6 +254,8 @@ class CutStage:
             self._run(self.head, values, run)
             with tracker or nullcontext():
                 self._run(self.tail, values, run)
+        if not self._checked:
+            self._check_dtypes(values)
         sent = {v for group in self.outgoing.values() for v in group}
         outcome = Outcome(values={v: plain(values[v]) for v in sorted(sent)})
         if self.part.result is not None:

@@ -22,16 +22,18 @@ from torch import nn
 
 from whale.config import Config
 from whale.engine import checkpoint
-from whale.engine.capture import Captured, capture, same_trace
+from whale.engine.branches import Branches
 from whale.engine.changes import Changes
 from whale.engine.drift import Drift
 from whale.engine.face import Face, bare
 from whale.engine.gather import Gatherer
-from whale.engine.lower import Lowered, make_stages
+from whale.engine.intake import Intake, Taken, differ
+from whale.engine.lower import Lowered, norms_of_own_rows
 from whale.engine.outsiders import Outsiders
 from whale.engine.recheck import recheck
+from whale.engine.sharers import held_tensors
 from whale.engine.standing import load_into, runnable, write_back
-from whale.errors import WhaleError
+from whale.engine.variants import Variants
 from whale.ir.measured import Measured, MeasuredDevice
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
@@ -39,10 +41,13 @@ from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
 from whale.runtime.absent import Presence
 from whale.runtime.executor import Totals
+from whale.runtime.guard import Guard
 from whale.runtime.heartbeat import is_communication_error
 from whale.runtime.heartbeat import start as start_heartbeat
+from whale.runtime.meeting import Details, ElsewhereError, Meetings, wake_others
 from whale.runtime.optimizer import check_elementwise, make_optimizer
 from whale.runtime.outputs import Merge, merge
+from whale.runtime.signature import autocast, no_autocast
 
 _LOG = logging.getLogger("whale")
 
@@ -110,7 +115,6 @@ class Step:
         rank: int,
         predict: Predict,
         changes: Changes,
-        captured: Captured,
     ) -> None:
         self._predict = predict
         self.plan = plan
@@ -118,24 +122,30 @@ class Step:
         self._model, self._lowered, self._loss, self._config = model, lowered, loss, config
         self._actions, self._forward_actions = actions, forward_actions
         self._outputs = dict(outputs)
-        self._example = batches.take_rows(batch, 0, min(2, batches.num_rows(batch)))
-        self._evaluating: Any = None
+        self._intake = Intake(batch, plan, lowered.device)
+        self._variants = Variants(model, plan, lowered, loss, frozenset(outputs), rank)
+        self._variants.built(self._intake.signature(batch))
         self._gatherer = Gatherer(model, plan, lowered, rank)
         weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)
         self._recheck = recheck(lowered.model, loss, plan, rank, weighing, lowered.device)
+        apart = frozenset(norms_of_own_rows(plan, model))
+        held = held_tensors(plan, lowered.model, apart)
+        self._guard = Guard(held, rank, plan.num_ranks, lowered.device)
+        watches = config.check_parts and Branches.needed(plan, lowered)
+        self._branches = Branches(plan, lowered, rank) if watches else None
         self.optimizer = self._make_optimizer(optimizer)
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._presence = Presence(trainable, lowered.params, lowered.device)
         self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
         self._drift = Drift(model, plan, lowered, rank, changes)
-        self._captured, self._read_at = captured, 0
+        self._read_at = 0
         self.num_steps = 0
         self._heartbeat = start_heartbeat(
             rank, plan.num_ranks, timedelta(seconds=config.timeout_seconds)
         )
+        self._meetings = Meetings(self._heartbeat) if self._heartbeat is not None else None
         lowered.executor.on_action = self._on_action
         self._face = Face(model, lowered.model, self)
-        self._flags = {self._face.flags()}
 
     @property
     def config(self) -> Config:
@@ -147,26 +157,45 @@ class Step:
             self._heartbeat.at(self.num_steps, index, str(action))
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """A failure of communication names the rank that caused it.
+    def _together(self, doing: str, details: Details | None = None) -> Iterator[None]:
+        """Around every call that all ranks make together.
 
-        One of ours is told to the others.
+        With `details` they first make sure of that. A failure of communication names the rank that
+        caused it; one of ours is told to the others.
         """
         beat = self._heartbeat
-        if beat is None:
+        if beat is None or self._meetings is None:
             yield
             return
-        beat.running = True
+        beat.enter(doing, meets=details is not None)
         try:
+            if details is not None:
+                self._meetings.meet(details, differ)
             yield
         except BaseException as error:
             blamed = beat.explain(error) if is_communication_error(error) else None
             beat.fail(blamed or error)
+            if isinstance(error, ElsewhereError):
+                self._lowered.groups.close()
+                wake_others()
             if blamed is None:
                 raise
             raise blamed from error
         finally:
-            beat.running = False
+            beat.leave()
+
+    def _run(self, taken: Taken, actions: Sequence[Action], *args: Any) -> Totals:
+        """The actions on a batch, by the stages that were traced for its kind."""
+        executor = self._lowered.executor
+        variant = self._variants.of(taken.batch, taken.signature)
+        if variant is not None:
+            executor.use(variant.stages, variant.program.specs, variant.origins)
+        around = autocast(self._lowered.device, taken.signature.autocast)
+        executor.around = around if self._branches is None else self._branches.around(around)
+        totals = executor.run(taken.batch, actions, *args)
+        if self._branches is not None:
+            self._branches.compare(taken.batch, around)
+        return totals
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
         named = [(n, p) for n, p in self._lowered.params.items() if p.requires_grad]
@@ -188,24 +217,23 @@ class Step:
         Returns the global mean loss as `loss`, the gradient norm as `grad_norm` when clipping, and
         the named outputs asked for; values are tensors, read them when you need them.
         """
-        with self._watched():
-            return self._train(batch)
+        taken = self._intake.take(batch, self, training=True)
+        with self._together("step", taken.details), no_autocast(self._lowered.device):
+            return self._train(taken)
 
-    def _train(self, batch: Any) -> dict[str, Any]:
-        batch = batches.localize(batch, self)
+    def _train(self, taken: Taken) -> dict[str, Any]:
         lowered = self._lowered
-        if self._face.follow():
-            self._check_flags()
+        self._face.follow()
         self._face.say_mode()
         lowered.context.step = self.num_steps
         if self._recheck is not None:
-            self._recheck.before(self.num_steps, batch)
+            self._recheck.before(self.num_steps, taken.batch)
         clock = lowered.executor.clock
         clock.begin_step()
         lowered.grads.zero()
         sums = GlobalSums(self.plan.num_ranks, lowered.device)
         with self._outsiders.watching(lowered.executor):
-            totals = lowered.executor.run(batch, self._actions, lowered.grads, sums.start)
+            totals = self._run(taken, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
         loss, count = sums.wait()
         max_norm = self._config.optimizer.max_grad_norm
@@ -225,23 +253,11 @@ class Step:
         clock.end_step()
         self.num_steps += 1
         self._drift.check(self.num_steps)
+        if self._config.guard and self.num_steps % self._config.guard == 0:
+            buffers = dict(lowered.model.named_buffers())
+            self._guard.check({**buffers, **lowered.params}, self.num_steps)
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
-
-    def _check_flags(self) -> None:
-        """Recorded glue and keyed randomness are those of the flags that capture saw."""
-        flags = self._face.flags()
-        if flags in self._flags:
-            return
-        with bare(self._model):
-            now = capture(self._model, self._example, self._loss)
-        if not same_trace(self._captured, now, glue=len(self.plan.stages) > 1):
-            raise WhaleError(
-                "model.train() or model.eval() changed what the model does between its Layers, or "
-                "which random numbers it draws, since it was parallelized",
-                hint="set the mode that it trains in before wh.parallelize",
-            )
-        self._flags.add(flags)
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
         if self.plan.num_ranks > 1:
@@ -250,73 +266,40 @@ class Step:
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
         """The global mean loss and the named outputs of a batch, in eval mode."""
-        with self._watched():
-            return self._evaluate(batch)
+        taken = self._intake.take(batch, self, training=False)
+        with self._together("evaluate", taken.details), no_autocast(self._lowered.device):
+            return self._evaluate(taken)
 
     def _settle(self) -> None:
         """Before anyone reads the buffers: what replicas tracked apart becomes one."""
         for norm in self._lowered.own_norms:
             norm.settle()
 
-    def _evaluate(self, batch: Any) -> dict[str, Any]:
-        batch = batches.localize(batch, self)
+    def _evaluate(self, taken: Taken) -> dict[str, Any]:
         self._settle()
         lowered = self._lowered
-        flags = [(module, module.training) for module in lowered.model.modules()]
+        flags = {module: module.training for module in lowered.model.modules()}
         lowered.model.eval()
         # Draws of an evaluation are its own, whatever was trained or loaded before.
         lowered.context.step = -1 - self.num_steps
-        executor = lowered.executor
-        training = executor.stages
-        executor.stages = self._eval_stages()
         try:
             with torch.no_grad():
-                totals = executor.run(batch, self._forward_actions, None)
+                totals = self._run(taken, self._forward_actions, None)
         finally:
-            executor.stages = training
-            for module, flag in flags:
+            for module, flag in flags.items():
                 module.training = flag
         metrics: dict[str, Any] = {"loss": loss_and_count(self._sum(totals.sums))[0]}
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
-
-    def _eval_stages(self) -> Any:
-        """Glue may branch on `training`, so several stages are traced once more in eval mode."""
-        if len(self.plan.stages) == 1:
-            return self._lowered.executor.stages
-        if self._evaluating is None:
-            flags = {module: module.training for module in self._model.modules()}
-            self._model.eval()
-            try:
-                with bare(self._model):
-                    captured = capture(self._model, self._example, self._loss, training=False)
-            finally:
-                for module, flag in flags.items():
-                    module.training = flag
-            if captured.program is None:
-                assert captured.refusal is not None
-                raise captured.refusal
-            self._evaluating = make_stages(
-                self.plan,
-                self.rank,
-                self._lowered.model,
-                captured,
-                self._loss,
-                frozenset(self._outputs),
-                self._lowered.surroundings,
-                self._lowered.device,
-                self._lowered.parts,
-            )
-        return self._evaluating
 
     # ---- the whole model's tensors
     # -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state on every rank's CPU, with exactly the original model's keys."""
-        self._settle()
-        self._read_at = self.num_steps
-        with bare(self._model):
+        with self._together("state_dict", {}), bare(self._model):
+            self._settle()
+            self._read_at = self.num_steps
             return self._gatherer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -359,7 +342,7 @@ class Step:
 
         Zeros where no rank had a gradient; such a parameter was not updated.
         """
-        with bare(self._model):
+        with self._together("gradients", {}), bare(self._model):
             return self._gatherer.gradients()
 
     def expert_counters(self, *, reset: bool = False) -> dict[str, dict[str, torch.Tensor]]:
@@ -398,9 +381,10 @@ class Step:
         steps = clock.step_seconds()
         mine = (steps, clock.peak_bytes(), clock.compute_seconds())
         everyone: list[Any] = [mine]
-        if self.plan.num_ranks > 1:
-            everyone = [None] * self.plan.num_ranks
-            dist.all_gather_object(everyone, mine)
+        with self._together("report", {}):
+            if self.plan.num_ranks > 1:
+                everyone = [None] * self.plan.num_ranks
+                dist.all_gather_object(everyone, mine)
         count = min(len(times) for times, _, _ in everyone)
         if not count:
             return None
@@ -427,9 +411,9 @@ class Step:
         Returns when it is durable. A checkpoint already at `path` is replaced once the new one is
         complete. `extra` is JSON of the user's own, given back by `load`; rank 0's is kept.
         """
-        self._settle()
-        self._read_at = self.num_steps
-        with bare(self._model):
+        with self._together("save", {}), bare(self._model):
+            self._settle()
+            self._read_at = self.num_steps
             checkpoint.save(self._parts(), path, num_steps=self.num_steps, extra=extra)
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -438,7 +422,7 @@ class Step:
         All ranks call it. When anything is missing or does not fit, every rank raises a
         CheckpointError and nothing is changed.
         """
-        with bare(self._model):
+        with self._together("load", {}), bare(self._model):
             self.num_steps, extra = checkpoint.load(self._parts(), path)
         self._read_at = self.num_steps
         self._outsiders.again()

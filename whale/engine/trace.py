@@ -26,7 +26,7 @@ from whale.engine.regions import Regions
 from whale.errors import CaptureError
 from whale.runtime.compat import real_tensors, watch_functions
 
-_READS = {
+READS = {
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
     "item", "tolist", "numpy", "is_nonzero", "equal", "__array__",
 }  # fmt: skip
@@ -214,7 +214,7 @@ class GlueTracer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READS:
+        if name in READS:
             return self._read(func, name, args, kwargs)
         if name == "__setitem__":
             func, name = set_item, "set_item"

@@ -1,105 +1,203 @@
-"""Variants: a batch with holes in its masks and labels, as later batches will have.
+"""Variants: the stages of a pipeline for each kind of batch it meets.
 
-Place in the flow: used by `engine.parts`. The first batch is often full: no padding, all labels
-valid. A mean that is weighed by rows where it should be weighed by tokens shows only in others.
+Place in the flow: asked by Step before it runs a batch. The glue between stages was traced for the
+shapes, dtypes, Python values, autocast and mode of one batch, which it holds as constants; a batch
+of another Signature is traced once more, under the same plan. What all ranks then send and expect
+is known to all of them without a word. A model in one stage runs the user's own code and needs no
+variants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
+from whale.engine.capture import ROWS, Captured, capture, trace
+from whale.engine.face import bare
+from whale.engine.lower import Lowered, make_stages
+from whale.engine.program import Program, check_rows
+from whale.errors import CaptureError, WhaleError
+from whale.ir.model_graph import assign_stages
+from whale.ir.plan import Plan
+from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
+from whale.runtime.batch import LocalBatch
+from whale.runtime.executor import StageModule
+from whale.runtime.signature import Signature, autocast
 
-IGNORED = -100
-"""The label that torch's losses leave out."""
-_LABELS = ("label", "target", "tgt")
-
-Change = Callable[[str, Tensor], Tensor]
-
-
-def variants(batch: Any, rows: int) -> Iterator[tuple[str, Any]]:
-    """(what it is, the batch): some of them, each with the same shapes."""
-    target = _target_name(batch)
-
-    def labels(name: str, tensor: Tensor) -> bool:
-        wide = not tensor.is_floating_point() and tensor.dtype != torch.bool
-        return wide and (name == target or any(word in name.lower() for word in _LABELS))
-
-    def scattered(name: str, tensor: Tensor) -> Tensor:
-        holes = _holes(tensor, rows)
-        if _is_mask(tensor):
-            return torch.where(holes, torch.zeros_like(tensor), torch.ones_like(tensor))
-        return tensor.masked_fill(holes, IGNORED) if labels(name, tensor) else tensor
-
-    def padded(name: str, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() or tensor.dim() < 2:
-            return tensor
-        return tensor.masked_fill(_tail(tensor, rows), 0)
-
-    def empty(name: str, tensor: Tensor) -> Tensor:
-        """The first row has nothing to count."""
-        if labels(name, tensor):
-            value = IGNORED
-        elif _is_mask(tensor) and "attention" not in name:
-            value = 0
-        else:
-            return tensor
-        tensor = tensor.clone()
-        tensor[0] = value
-        return tensor
-
-    for text, change in (
-        ("holes in masks and labels", scattered),
-        ("zeros at the end of rows", padded),
-        ("a first row without labels", empty),
-    ):
-        made = _walk("", batch, change, rows)
-        pairs = zip(batches.leaves(batch), batches.leaves(made), strict=True)
-        if any(not torch.equal(a, b) for a, b in pairs):
-            yield text, made
+Flags = tuple[bool, ...]
+"""`training` of every module: glue may branch on it."""
+_MOST = 64
+"""Variants kept; the one used longest ago is traced again when it is needed."""
 
 
-def _is_mask(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """The stages of this rank, and the program they were cut from."""
+
+    stages: Mapping[int, StageModule]
+    program: Program
+    origins: Mapping[int, str]
+    """Where in the user's code each value is made."""
+    checked: set[int] = field(default_factory=lambda: {*ROWS})
+    """Numbers of rows for which the program was held against a trace of its own."""
+    totals: set[int] = field(default_factory=set)
+    """Sizes of global batches all of whose parts were."""
 
 
-def _holes(tensor: Tensor, rows: int) -> Tensor:
-    """Places to leave out, more in some rows than in others, never a whole row."""
-    generator = torch.Generator().manual_seed(13)
-    shares = torch.linspace(0.1, 0.7, rows)[torch.randperm(rows, generator=generator)]
-    drawn = torch.rand(tensor.shape, generator=generator)
-    holes = drawn < shares.view(-1, *[1] * (tensor.dim() - 1))
-    if tensor.dim() > 1:
-        holes.view(rows, -1)[:, 0] = False
-    else:
-        holes[0] = False
-    return holes.to(tensor.device)
+class Variants:
+    """The variants of one Step on one rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        lowered: Lowered,
+        loss: batches.Loss | None,
+        outputs: frozenset[str],
+        rank: int,
+    ) -> None:
+        self.model, self.plan, self.lowered = model, plan, lowered
+        self.loss, self.outputs, self.rank = loss, outputs, rank
+        self._known: OrderedDict[tuple[Signature, Flags], Variant] = OrderedDict()
+
+    def built(self, signature: Signature) -> None:
+        """The stages the Step was built with are those of this signature."""
+        program = self.lowered.program
+        if program is not None:
+            now = self.lowered.executor
+            flags = _flags(self.lowered.model)
+            # Capture sees a model in eval mode as it trains.
+            seen = flags if self.model.training else (True,) * len(flags)
+            self._known[signature, seen] = Variant(
+                stages=now.stages, program=program, origins=now.origins
+            )
+
+    def of(self, batch: LocalBatch, signature: Signature) -> Variant | None:
+        """The variant for a batch of this signature; None: one stage, which is always the same."""
+        if len(self.plan.stages) == 1:
+            return None
+        key = (signature, _flags(self.lowered.model))
+        found = self._known.pop(key, None) or self._make(batch.data, signature)
+        self._known[key] = found
+        self._check_rows(found, batch, signature)
+        if len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        return found
+
+    def _check_rows(self, variant: Variant, batch: LocalBatch, signature: Signature) -> None:
+        """Numbers of rows that were not met before: all that any rank, or one device, would see."""
+        if batch.total_rows in variant.totals:
+            return
+        points = micro_batch_cuts(batch.total_rows, self.plan.num_micro_batch)
+        sizes = {high - low for low, high in zip(points, points[1:], strict=False)}
+        for stage in self.plan.stages:
+            device = stage.virtual_device
+            for size in tuple(sizes):
+                spans = (device.rows(rank, size) for rank in device.ranks)
+                sizes |= {end - start for start, end in spans}
+        example = batches.rebuild(batch.data, signature.example())
+        for rows in sorted(sizes - variant.checked - {0}):
+            try:
+                with self._as_run(signature):
+                    traced = trace(self.model, example, self.loss, rows)
+            except WhaleError:
+                raise
+            except Exception as error:
+                raise CaptureError(
+                    f"the model cannot be traced for {rows} rows, as it could for a few: "
+                    f"{type(error).__name__}: {error}"[:600],
+                    hint="put code that depends on the batch size inside one annotated module",
+                ) from error
+            check_rows(variant.program, traced, rows)
+            variant.checked.add(rows)
+        variant.totals.add(batch.total_rows)
+
+    @contextmanager
+    def _as_run(self, signature: Signature) -> Iterator[None]:
+        """Around a trace: the modes and the autocast of the run it is for."""
+        with (
+            bare(self.model),
+            _modes_of(self.model, self.lowered.model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            autocast(torch.device("cpu"), signature.autocast)(),
+        ):
+            yield
+
+    def _make(self, batch: Any, signature: Signature) -> Variant:
+        example = batches.rebuild(batch, signature.example())
+        local = self.lowered
+        with self._as_run(signature):
+            captured = capture(self.model, example, self.loss, training=False)
+        if captured.program is None:
+            assert captured.refusal is not None
+            raise captured.refusal
+        _check_same_model(captured, self.plan, signature)
+        stages = make_stages(
+            self.plan,
+            self.rank,
+            local.model,
+            captured,
+            self.loss,
+            self.outputs,
+            local.surroundings,
+            local.device,
+            local.parts,
+        )
+        program = captured.program
+        return Variant(stages=stages, program=program, origins=program.origins())
 
 
-def _tail(tensor: Tensor, rows: int) -> Tensor:
-    length = tensor.shape[1]
-    ends = (torch.arange(rows) * max(1, length // 3)) % max(1, length - 1) + 1
-    tail = torch.arange(length).view(1, -1) >= ends.view(-1, 1)
-    shape = (rows, length, *[1] * (tensor.dim() - 2))
-    return tail.view(shape).expand(tensor.shape).to(tensor.device)
+def _flags(model: nn.Module) -> Flags:
+    return tuple(module.training for module in model.modules())
 
 
-def _target_name(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return "labels"
-    return f".{len(batch) - 1}" if isinstance(batch, (tuple, list)) else ""
+@contextmanager
+def _modes_of(model: nn.Module, running: nn.Module) -> Iterator[None]:
+    """The user's model in the modes of the copy that runs: glue may branch on `training`."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    flags = {module: module.training for module in modules.values()}
+    for path, module in running.named_modules(remove_duplicate=False):
+        if path in modules:
+            modules[path].training = module.training
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
 
 
-def _walk(name: str, value: Any, change: Change, rows: int) -> Any:
-    if isinstance(value, Tensor):
-        return change(name.lstrip("/"), value) if batches.has_rows(value, rows) else value
-    if isinstance(value, Mapping):
-        return {key: _walk(f"{name}/{key}", item, change, rows) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [_walk(f"{name}.{i}", v, change, rows) for i, v in enumerate(value)]
-        return batches.like_sequence(value, items)
-    return value
+def _check_same_model(captured: Captured, plan: Plan, signature: Signature) -> None:
+    """Layers and weights must be where the plan put them; edges are `make_stages`'s to check."""
+    assert captured.program is not None
+    stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
+    unknown = [layer.path for layer in captured.graph.layers if layer.path not in stage_of_path]
+    homes = {home.name: home for home in plan.homes}
+    misplaced: list[str] = []
+    if not unknown:
+        places = [stage_of_path[layer.path] for layer in captured.graph.layers]
+        stage_of_op, _ = assign_stages(captured.graph.nodes, places)
+        for node, stage in zip(captured.graph.nodes, stage_of_op, strict=True):
+            read = node.params
+            if node.layer is not None:
+                read = (*read, *captured.graph.layers[node.layer].params)
+            misplaced += [
+                name
+                for name in read
+                if stage is not None and name in homes and stage not in homes[name].stages
+            ]
+    if unknown or misplaced:
+        what = f"calls {unknown[0]}" if unknown else f"reads {misplaced[0]} in another stage"
+        raise CaptureError(
+            f"on a batch of {signature.lines()['tensors']} the model {what}, unlike on the batch "
+            "the plan was made with",
+            hint="make the plan with such a batch, or keep code that branches on shapes inside "
+            "one annotated module",
+        )

@@ -123,7 +123,7 @@ class MultiheadForward:
             out = F.linear(mixed, weight, bias)
         else:
             out = self.shard.leave(F.linear(mixed, weight))
-            out = out if bias is None else out + bias
+            out = out if bias is None else out + bias.to(out.dtype)
         if not module.batch_first:
             out = out.transpose(0, 1)
         if not need_weights:

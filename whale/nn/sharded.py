@@ -71,13 +71,17 @@ def product(
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if is_conv1d(module):
-            out = x.reshape(-1, x.shape[-1]).mm(module.weight)
-            if bias is not None:
-                out = out + bias
+            flat = x.reshape(-1, x.shape[-1])
+            out = flat.mm(module.weight) if bias is None else torch.addmm(bias, flat, module.weight)
             return out.view(*x.shape[:-1], out.shape[-1])
         return F.linear(x, module.weight, bias)
 
     return deferred(run, x, weights, queue_of(module) or queue)
+
+
+def with_bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A sum of products and the bias, in the dtype of the products: autocast's, under autocast."""
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -198,7 +202,7 @@ class Row:
         """The replaced forward."""
         self.shared.clear()
         out = self.shard.leave(product(self.module, x, None))
-        return out if self.module.bias is None else out + self.module.bias
+        return with_bias(out, self.module.bias)
 
 
 class LoneColumn:
@@ -233,7 +237,7 @@ class LoneRow:
         x = plain(x)
         own = self.shard.cut(x, x.dim() - 1, x.shape[-1])
         out = self.shard.leave(product(self.module, own, None))
-        return out if self.module.bias is None else out + self.module.bias
+        return with_bias(out, self.module.bias)
 
 
 class _Counted(torch.autograd.Function):
@@ -367,7 +371,7 @@ def _no_channels(module: Any, x: torch.Tensor) -> torch.Tensor:
     """The output of a convolution that holds no channel here: right shape, still on the graph."""
     with torch.no_grad():
         probe = module.weight.new_zeros((1, *module.weight.shape[1:]))
-        shape = module._conv_forward(x, probe, None).shape
-    dim = x.dim() - module.weight.dim() + 1
-    empty = x.new_empty((*shape[:dim], 0, *shape[dim + 1 :]))
+        made = module._conv_forward(x, probe, None)
+    shape, dim = made.shape, x.dim() - module.weight.dim() + 1
+    empty = made.new_empty((*shape[:dim], 0, *shape[dim + 1 :]))
     return empty + (x.sum() + module.weight.sum()) * 0

@@ -1,7 +1,8 @@
 """Agreement: do all ranks start from the same model? Asked once, when a Step is built.
 
 Place in the flow: called by `wh.parallelize`. Ranks that built their models from different seeds
-would train, report one loss, and never agree; that is refused here.
+would train, report one loss, and never agree; that is refused here, bit by bit. What trains is
+compared again every `Config.guard` steps (`runtime.guard`).
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.errors import RankError
+from whale.runtime.fingerprint import fingerprint_tensor
 
 
 def check_same_weights(model: nn.Module, rank: int, num_ranks: int, device: torch.device) -> None:
-    """Compares two sums over every parameter with rank 0's. Meta parameters have no values yet."""
-    named = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    """Compares all parameters and buffers with rank 0's. Meta tensors have no values yet."""
+    state = [*model.named_parameters(), *model.named_buffers()]
+    named = [(name, tensor) for name, tensor in state if not tensor.is_meta]
     if num_ranks == 1 or not named:
         return
-    with torch.no_grad():
-        mine = torch.stack([fingerprint(p) for _, p in named]).to(device)
+    mine = torch.stack([fingerprint_tensor(tensor).to(device) for _, tensor in named])
     first = mine.clone()
     dist.broadcast(first, 0)
-    scale = first.abs().clamp(min=1e-6)
-    wrong = ((mine - first).abs() > 1e-6 * scale).any(1)
+    wrong = mine != first
     flags = torch.zeros(num_ranks, device=device)
     flags[rank] = float(wrong.any())
     dist.all_reduce(flags)
@@ -35,18 +36,3 @@ def check_same_weights(model: nn.Module, rank: int, num_ranks: int, device: torc
             hint="call torch.manual_seed with the same seed on every rank before building the "
             "model, load the same checkpoint, or build it on the meta device",
         )
-
-
-NUMBERS = 3
-"""Of a fingerprint."""
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Three numbers that tell tensors apart: two sums of its values, and how many there are."""
-    values = tensor.detach().flatten()
-    if values.is_complex():
-        values = torch.view_as_real(values).flatten()
-    values = values.double().nan_to_num(nan=3.0, posinf=5.0, neginf=-7.0)
-    places = torch.linspace(1.0, 2.0, values.numel(), dtype=torch.float64, device=values.device)
-    count = places.new_tensor(float(values.numel()))
-    return torch.stack([values.abs().sum(), (values * places).sum(), count]).cpu()

@@ -6,7 +6,7 @@ loader. A batch is a tensor, a tuple (by position) or a mapping (by keyword); di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,12 +41,17 @@ class LocalBatch:
         total_rows: Rows of the global batch.
         rows: The global rows held, ascending and disjoint.
         batched: By tensor of `data`, whether its dim 0 is the rows.
+        content: Makes a number of the whole global batch, by which ranks know they mean the same.
     """
 
     data: Any
     total_rows: int
     rows: tuple[Span, ...]
     batched: tuple[bool, ...]
+    content: Callable[[], int] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _not_unpacked(self)
 
     def position(self, low: int, high: int) -> Span:
         """Where the global rows [low, high) are in `data`."""
@@ -79,6 +84,19 @@ class LazyBatch:
         if self._last is None or self._last[0] is not step.plan or self._last[1] != step.rank:
             self._last = (step.plan, step.rank, self._read(step))
         return self._last[2]
+
+    def __iter__(self) -> Iterator[Any]:
+        raise _not_unpacked(self)
+
+
+def _not_unpacked(batch: Any) -> WhaleError:
+    """A promise of rows has no parts yet: who computes which rows is the Step's to say."""
+    return WhaleError(
+        f"a {type(batch).__name__} of wh.shard cannot be unpacked or iterated: the step takes it "
+        "as one",
+        hint="write `for batch in wh.shard(loader): step(batch)`; what must change in a batch "
+        "changes in the dataset or in `collate_fn`",
+    )
 
 
 def localize(batch: Any, step: Reader) -> Any:
@@ -116,6 +134,13 @@ def leaves(batch: Any) -> list[torch.Tensor]:
 
     _walk(batch, add)
     return found
+
+
+def leaves_anywhere(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers of any object's attribute."""
+    if isinstance(value, (LazyBatch, LocalBatch)):
+        return []
+    return leaves(value)
 
 
 def rebuild(batch: Any, tensors: Sequence[torch.Tensor]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
 from functools import partial
 from itertools import islice, tee
 from typing import Any
@@ -24,7 +25,9 @@ from whale.ir.plan import Plan
 from whale.ir.rows import needed_rows
 from whale.ir.sharding import Span
 from whale.runtime import batch as batches
+from whale.runtime import signature
 from whale.runtime.batch import LazyBatch, LocalBatch, Read, Reader
+from whale.runtime.fingerprint import combined
 
 Promise = tuple[int, Read]
 """Rows of a global batch, and how a Step's part of it is read."""
@@ -179,7 +182,10 @@ class _Epoch:
         if self.plan is None and self.samples.current is self:
             self.plan, self.rank, self.next_number = step.plan, step.rank, number
             self.read_ahead = self.samples.start(self._wanted(islice(self.ahead, number, None)))
-        return _collated(self._data(number, indices, spans, step), len(indices), spans)
+        data = self._data(number, indices, spans, step)
+        made = _collated(data, len(indices), spans)
+        # Which samples they are is all that ranks can compare: each has read others.
+        return replace(made, content=partial(_number_of, indices))
 
     def _wanted(self, ahead: Iterable[list[int]]) -> Iterator[list[int]]:
         assert self.plan is not None
@@ -232,6 +238,10 @@ def _with_generator(sampler: Any, seed: int) -> Sampler[Any]:
     return seeded  # type: ignore[no-any-return]
 
 
+def _number_of(indices: Sequence[Any]) -> int:
+    return combined(list(repr(list(indices)).encode()))
+
+
 def _chosen(indices: list[int], spans: tuple[Span, ...]) -> list[int]:
     return [i for low, high in spans for i in indices[low:high]] or indices[:1]
 
@@ -264,4 +274,10 @@ def _cut(batch: Any, step: Reader) -> LocalBatch:
         for t, rows in zip(tensors, batched, strict=True)
     ]
     data = batches.rebuild(batch, cut)
-    return LocalBatch(data=data, total_rows=total_rows, rows=spans, batched=batched)
+    return LocalBatch(
+        data=data,
+        total_rows=total_rows,
+        rows=spans,
+        batched=batched,
+        content=partial(signature.content, batch),
+    )

@@ -8,12 +8,13 @@ schedule says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from whale.errors import PlanError, WhaleError
+from whale.errors import CaptureError, PlanError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.ir.virtual_device import micro_batch_cuts
@@ -24,6 +25,7 @@ from whale.runtime.context import StepContext, step_backward
 from whale.runtime.generators import untouched
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.outputs import Part
+from whale.runtime.signature import Context
 from whale.runtime.transfers import Channels
 from whale.runtime.weighing import Weighed
 
@@ -144,6 +146,10 @@ class Executor:
 
         No collective in them waits for it.
         """
+        self.origins: Mapping[int, str] = {}
+        """Where in the user's code each value that crosses is made."""
+        self.around: Context = nullcontext
+        """What every forward runs in: the caller's autocast."""
         self.on_action: Callable[[int, Action], None] | None = None
         self.before_backward: Callable[[list[torch.Tensor], Iterable[torch.Tensor]], None] | None
         self.before_backward = None
@@ -155,6 +161,15 @@ class Executor:
         self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
         self._local: dict[tuple[str, int, int, int, int], torch.Tensor] = {}
         self._gradients: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+
+    def use(
+        self,
+        stages: Mapping[int, StageModule],
+        borders: Sequence[Border],
+        origins: Mapping[int, str],
+    ) -> None:
+        """From here on it runs these stages: the same plan for another kind of batch."""
+        self.stages, self.borders, self.origins = stages, borders, origins
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -230,6 +245,7 @@ class Executor:
         begun = self.clock.begin_compute()
         outcome = self._forward(module, part, received, rows)
         self.clock.end_compute(begun, "F", stage, rows)
+        self._check_values(outcome, rows)
         if outcome.loss is not None:
             _, shard = self.plan.stages[stage].virtual_device.position(self.rank)
             if shard == 0:
@@ -246,7 +262,8 @@ class Executor:
         self, module: StageModule, part: Any, received: dict[int, torch.Tensor], rows: int
     ) -> Outcome:
         try:
-            return module.forward(part, received, rows)
+            with self.around():
+                return module.forward(part, received, rows)
         except RuntimeError as error:
             if rows:
                 raise
@@ -258,6 +275,21 @@ class Executor:
                 f"batch: {error}",
                 hint="use a larger batch or fewer micro-batches, so that every replica has a row",
             ) from error
+
+    def _check_values(self, outcome: Outcome, rows: int) -> None:
+        """Receivers make room for what the trace said; a value that is otherwise is not sent."""
+        for value, tensor in outcome.values.items():
+            border = self.borders[value]
+            want = border.at(rows)
+            if tensor.dtype == border.dtype and tuple(tensor.shape) == want:
+                continue
+            raise CaptureError(
+                f"a value that crosses stages is {tensor.dtype} {tuple(tensor.shape)}, and was "
+                f"{border.dtype} {want} when the model was traced on shapes alone",
+                hint="its dtype and shape must follow from those of the batch; keep code that "
+                "decides them by values inside one annotated module, away from the border",
+                where=self.origins.get(value),
+            )
 
     def _forward_nothing(
         self, stage: int, micro_batch: int, received: dict[int, torch.Tensor]

@@ -1,0 +1,105 @@
+"""Holes: a batch with holes in its masks and labels, as later batches will have.
+
+Place in the flow: used by `engine.parts`. The first batch is often full: no padding, all labels
+valid. A mean that is weighed by rows where it should be weighed by tokens shows only in others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale.runtime import batch as batches
+
+IGNORED = -100
+"""The label that torch's losses leave out."""
+_LABELS = ("label", "target", "tgt")
+
+Change = Callable[[str, Tensor], Tensor]
+
+
+def with_holes(batch: Any, rows: int) -> Iterator[tuple[str, Any]]:
+    """(what it is, the batch): some of them, each with the same shapes."""
+    target = _target_name(batch)
+
+    def labels(name: str, tensor: Tensor) -> bool:
+        wide = not tensor.is_floating_point() and tensor.dtype != torch.bool
+        return wide and (name == target or any(word in name.lower() for word in _LABELS))
+
+    def scattered(name: str, tensor: Tensor) -> Tensor:
+        holes = _holes(tensor, rows)
+        if _is_mask(tensor):
+            return torch.where(holes, torch.zeros_like(tensor), torch.ones_like(tensor))
+        return tensor.masked_fill(holes, IGNORED) if labels(name, tensor) else tensor
+
+    def padded(name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() or tensor.dim() < 2:
+            return tensor
+        return tensor.masked_fill(_tail(tensor, rows), 0)
+
+    def empty(name: str, tensor: Tensor) -> Tensor:
+        """The first row has nothing to count."""
+        if labels(name, tensor):
+            value = IGNORED
+        elif _is_mask(tensor) and "attention" not in name:
+            value = 0
+        else:
+            return tensor
+        tensor = tensor.clone()
+        tensor[0] = value
+        return tensor
+
+    for text, change in (
+        ("holes in masks and labels", scattered),
+        ("zeros at the end of rows", padded),
+        ("a first row without labels", empty),
+    ):
+        made = _walk("", batch, change, rows)
+        pairs = zip(batches.leaves(batch), batches.leaves(made), strict=True)
+        if any(not torch.equal(a, b) for a, b in pairs):
+            yield text, made
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _holes(tensor: Tensor, rows: int) -> Tensor:
+    """Places to leave out, more in some rows than in others, never a whole row."""
+    generator = torch.Generator().manual_seed(13)
+    shares = torch.linspace(0.1, 0.7, rows)[torch.randperm(rows, generator=generator)]
+    drawn = torch.rand(tensor.shape, generator=generator)
+    holes = drawn < shares.view(-1, *[1] * (tensor.dim() - 1))
+    if tensor.dim() > 1:
+        holes.view(rows, -1)[:, 0] = False
+    else:
+        holes[0] = False
+    return holes.to(tensor.device)
+
+
+def _tail(tensor: Tensor, rows: int) -> Tensor:
+    length = tensor.shape[1]
+    ends = (torch.arange(rows) * max(1, length // 3)) % max(1, length - 1) + 1
+    tail = torch.arange(length).view(1, -1) >= ends.view(-1, 1)
+    shape = (rows, length, *[1] * (tensor.dim() - 2))
+    return tail.view(shape).expand(tensor.shape).to(tensor.device)
+
+
+def _target_name(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return "labels"
+    return f".{len(batch) - 1}" if isinstance(batch, (tuple, list)) else ""
+
+
+def _walk(name: str, value: Any, change: Change, rows: int) -> Any:
+    if isinstance(value, Tensor):
+        return change(name.lstrip("/"), value) if batches.has_rows(value, rows) else value
+    if isinstance(value, Mapping):
+        return {key: _walk(f"{name}/{key}", item, change, rows) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_walk(f"{name}.{i}", v, change, rows) for i, v in enumerate(value)]
+        return batches.like_sequence(value, items)
+    return value
