@@ -120,7 +120,7 @@ def lower(
         context,
         device,
         _skippable(plan, local, set(stages))
-        - (stages_of_changes(plan, changes) if changes is not None else set()),
+        - (stages_of_changes(plan, changes, rank) if changes is not None else set()),
         queue,
     )
     return Lowered(
