@@ -8,6 +8,7 @@ of every value, the FLOPs per row, and the constants of the glue that grow with 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -313,7 +314,9 @@ def same_trace(a: Captured, b: Captured, *, glue: bool) -> bool:
 
 
 def _steps(op: Op) -> tuple[Any, ...]:
-    return op.layer, getattr(op.target, "__name__", None), repr(op.args), repr(op.kwargs), op.state
+    # Objects of the user's may be printed with their addresses, which are a copy's.
+    args = re.sub(r"0x[0-9a-f]+", "", repr((op.args, op.kwargs)))
+    return op.layer, getattr(op.target, "__name__", None), args, op.state
 
 
 LARGE = 0.25
