@@ -211,7 +211,7 @@ LAYOUTS = {
     "nested": Layout("nested", 4, halves, {"pipeline.num_micro_batch": 3}),
 }
 UNTRACED = ("choosy",)
-"""Their forwards branch on values, so they have no stages."""
+"""Their forwards branch on values, so they have no stages and no splits."""
 
 
 def build(name: str) -> nn.Module:
@@ -289,9 +289,11 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 def test_state_is_what_one_device_leaves(layout_name: str) -> None:
     layout = LAYOUTS[layout_name]
-    staged = layout.annotate is halves
+    traced = layout.annotate in (halves, split_first)
     every = ("routed",) if layout_name == "experts" else KEPT
-    names = [n for n in every if not (staged and n in (*UNTRACED, "twice"))]
+    names = [n for n in every if not (traced and n in UNTRACED)]
+    if layout.annotate is halves:
+        names.remove("twice")
     micro = layout.config.get("pipeline.num_micro_batch", 1)
     for rank, results in enumerate(run_ranks(layout.num_ranks, train, layout_name, names)):
         for name, result in results.items():
