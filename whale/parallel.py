@@ -146,7 +146,7 @@ def parallelize(
         )
     check_same_weights(model, rank, num_ranks, _local_device(settings))
     refuse_loose_ends(model, loss, captured.changes)
-    changes = find_changes(model, batch, loss, captured.changes)
+    changes = find_changes(model, batch, loss, captured.changes, plan)
     refuse_by_rows(plan, changes)
     refuse_across_stages(plan, model, captured)
     trial = check_parts(model, batch, loss, plan) if settings.check_parts else None

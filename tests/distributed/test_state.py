@@ -149,12 +149,27 @@ class Branches(nn.Module):
         return self.last(self.frozen(hidden))
 
 
+class Routed(nn.Module):
+    """Experts that live on several ranks, and a layer that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.block = wh.nn.MoE(WIDTH, 8, 5, top_k=1, balance="bias", balance_rate=0.05)
+        self.idle = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(torch.tanh(self.first(x))))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{how: partial(Net, how) for how in ("counter", "assigned", "scratch")},
     "twice": Twice,
     "spectral": Spectral,
     "choosy": Choosy,
     "branches": Branches,
+    "routed": Routed,
 }
 KEPT = tuple(MODELS)
 REFUSED = ("average", "average by data", "rows", "hidden", "number")
@@ -176,11 +191,16 @@ def split_first(model: nn.Module, paths: Any) -> nn.Module:
     return wh.annotate(model, {**entries, "...": wh.replicate()} if rest else entries)
 
 
+def split_block(model: nn.Module, paths: Any) -> nn.Module:
+    return wh.annotate(model, {"block": wh.split(), "...": wh.replicate()})
+
+
 LAYOUTS = {
     "data": Layout("data", 3, nothing, {"pipeline.num_micro_batch": 2}, speeds=(3.0, 2.0, 1.0)),
     # With 7 rows in 3 micro-batches, some replica has none now and then.
     "thin": Layout("thin", 3, nothing, {"pipeline.num_micro_batch": 4}, speeds=(3.0, 1.0, 1.0)),
     "split": Layout("split", 2, split_first),
+    "experts": Layout("experts", 2, split_block, {"pipeline.num_micro_batch": 2}),
     "stages": Layout("stages", 2, halves, {"pipeline.num_micro_batch": 3}),
     "zero-bubble": Layout(
         "zero-bubble",
@@ -191,7 +211,7 @@ LAYOUTS = {
     "nested": Layout("nested", 4, halves, {"pipeline.num_micro_batch": 3}),
 }
 UNTRACED = ("choosy",)
-"""Their forwards branch on values, so they have no stages."""
+"""Their forwards branch on values, so they have no stages and no splits."""
 
 
 def build(name: str) -> nn.Module:
@@ -269,8 +289,11 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 def test_state_is_what_one_device_leaves(layout_name: str) -> None:
     layout = LAYOUTS[layout_name]
-    staged = layout.annotate is halves
-    names = [n for n in KEPT if not (staged and n in (*UNTRACED, "twice"))]
+    traced = layout.annotate in (halves, split_first)
+    every = ("routed",) if layout_name == "experts" else KEPT
+    names = [n for n in every if not (traced and n in UNTRACED)]
+    if layout.annotate is halves:
+        names.remove("twice")
     micro = layout.config.get("pipeline.num_micro_batch", 1)
     for rank, results in enumerate(run_ranks(layout.num_ranks, train, layout_name, names)):
         for name, result in results.items():

@@ -35,6 +35,9 @@ _OWN = frozenset(nn.Module().__dict__) | {"forward"}
 LOSS = "loss"
 """Stands before the names of a loss that is a module."""
 
+_LARGE = 2e9
+"""Bytes of weights that are not copied because a forward might write to them, unseen."""
+
 _DEPTH = 4
 _NORM = nn.modules.batchnorm._BatchNorm
 
@@ -105,6 +108,10 @@ def exact_buffers(model: nn.Module) -> frozenset[str]:
 def spare(model: nn.Module, changes: frozenset[str] | None) -> nn.Module:
     """A copy to try things on. Weights are shared, but for those that a forward writes to."""
     memo: dict[int, Any] = {}
+    if changes is None and sum(p.nbytes for p in model.parameters()) > _LARGE:
+        renormed = (m for m in model.modules() if getattr(m, "max_norm", None) is not None)
+        own = {id(p) for module in renormed for p in module.parameters(recurse=False)}
+        changes = frozenset(n for n, p in model.named_parameters() if id(p) in own)
     for name, parameter in model.named_parameters():
         if changes is not None and name not in changes:
             memo[id(parameter)] = parameter
@@ -138,11 +145,17 @@ class Changes:
     tried: bool
 
 
-def find_changes(model: nn.Module, batch: Any, loss: Any, seen: frozenset[str] | None) -> Changes:
-    """Tries a few rows on copies of the model, if the capture saw changes or could not look."""
+def find_changes(
+    model: nn.Module, batch: Any, loss: Any, seen: frozenset[str] | None, plan: Plan
+) -> Changes:
+    """Tries a few rows on copies of the model, if the capture saw changes or could not look.
+
+    Where no stage has several replicas, nothing can differ by rows.
+    """
     exact = exact_buffers(model)
-    if seen is not None and not seen - exact:
-        return Changes(names=frozenset(), by_rows=(), tried=True)
+    single = all(sum(w > 0 for w in s.virtual_device.weights) == 1 for s in plan.stages)
+    if single or (seen is not None and not seen - exact):
+        return Changes(names=(seen or frozenset()) - exact, by_rows=(), tried=True)
     rows = min(7, batches.num_rows(batch))
     tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
     untried = Changes(names=(seen or frozenset()) - exact, by_rows=(), tried=False)
@@ -272,7 +285,8 @@ def stages_running(plan: Plan, path: str, *, glue: bool = True) -> set[int]:
     return found or ({s.index for s in plan.stages} if glue else set())
 
 
-def stages_of_changes(plan: Plan, changes: Changes) -> frozenset[int]:
-    """Stages that a replica without rows must run too: its counters go with the others'."""
+def stages_of_changes(plan: Plan, changes: Changes, rank: int) -> frozenset[int]:
+    """Stages that `rank` must run without rows too: its counters go with the others'."""
     names = {name.rpartition(".")[0] for name in changes.names}
-    return frozenset(stage for path in names for stage in stages_running(plan, path))
+    found = {stage for path in names for stage in stages_running(plan, path)}
+    return frozenset(s for s in found if rank in plan.stages[s].virtual_device.active)

@@ -62,7 +62,7 @@ def writers_of(parts: Parts) -> dict[str, Cells]:
         stage = plan.stages[stage_of_module(plan, name.rpartition(".")[0])]
         buffer = tensors[name]
         size = buffer.numel() * buffer.element_size()
-        items.append((size, name, whole(buffer.shape), stage.virtual_device.ranks))
+        items.append((size, name, whole(buffer.shape), stage.virtual_device.active))
     load = [0] * plan.num_ranks
     found: dict[str, Cells] = {}
     for size, name, spans, holders in sorted(items, key=lambda item: (-item[0], item[1], item[2])):

@@ -52,7 +52,7 @@ class Drift:
 
     def _holders(self, name: str) -> tuple[int, ...]:
         stages = stages_running(self.plan, name.rpartition(".")[0])
-        return tuple(sorted({r for s in stages for r in self.plan.stages[s].virtual_device.ranks}))
+        return tuple(sorted({r for s in stages for r in self.plan.stages[s].virtual_device.active}))
 
     def check(self, num_steps: int) -> None:
         """After step `num_steps`, where it is time; all ranks call it."""

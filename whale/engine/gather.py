@@ -130,7 +130,7 @@ class Gatherer:
 
     def _runs(self, name: str) -> int:
         stage = stage_of_module(self.plan, name.rpartition(".")[0])
-        return min(self.plan.stages[stage].virtual_device.ranks)
+        return min(self.plan.stages[stage].virtual_device.active)
 
     def _share(
         self, local: torch.Tensor | None, owner: int, shape: tuple[int, ...], dtype: torch.dtype

@@ -134,7 +134,7 @@ def lower(
         context,
         device,
         _skippable(plan, set(stages), trial)
-        - (stages_of_changes(plan, changes) if changes is not None else set()),
+        - (stages_of_changes(plan, changes, rank) if changes is not None else set()),
         queue,
     )
     executor.origins = captured.program.origins() if captured.program else {}

@@ -38,7 +38,7 @@ STEPS = 2
 _LOOKS = frozenset(
     "shape dtype device ndim requires_grad is_leaf is_cuda is_meta is_sparse is_quantized layout "
     "grad_fn names size dim numel stride is_floating_point is_complex is_contiguous element_size "
-    "__len__ nelement get_device itemsize nbytes _version is_cpu is_nested __hash__ grad".split()
+    "__len__ nelement get_device itemsize nbytes _version is_cpu is_nested __hash__".split()
 )
 
 

@@ -56,6 +56,11 @@ class VirtualDevice:
         return tuple(rank for replica in self.replicas for rank in replica.ranks)
 
     @property
+    def active(self) -> tuple[int, ...]:
+        """Ranks of the replicas that get rows."""
+        return tuple(rank for r in self.replicas if r.weight > 0 for rank in r.ranks)
+
+    @property
     def weights(self) -> tuple[int, ...]:
         """Row weights by replica."""
         return tuple(replica.weight for replica in self.replicas)
