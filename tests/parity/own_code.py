@@ -177,6 +177,10 @@ class Block(nn.Module):
         return x + self.down(h)
 
 
+SWITCH = {"late": ""}
+"""What code does that no capture has seen."""
+
+
 class Flat(nn.Module):
     """A head that sees tokens, not rows; evaluation edits its logits."""
 
@@ -188,7 +192,9 @@ class Flat(nn.Module):
         y = self.head(self.block(x).flatten(0, 1))
         if self.edits and not self.training:
             y[:, 0] = -5.0
-        return y
+        if SWITCH["late"] == "edit":
+            y[:, 1] = 2.0
+        return by_row(y) if SWITCH["late"] == "function" else y
 
 
 class Detached(Block):

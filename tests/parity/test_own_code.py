@@ -107,31 +107,37 @@ def test_what_the_looks_of_experts_do_not_show_is_refused(layout: str):
         assert found["stack"] < 1e-9
 
 
-def _refused(layout_name: str) -> dict[str, Any]:
+def _said() -> dict[str, Any]:
     torch.set_num_threads(1)
     wh.init()
-    found: dict[str, Any] = {}
-    found["past"] = _error("past-batch-norm", "data", own_code.loss)
-    model = own_code.Flat(edits=True).double()
+    found: dict[str, Any] = {"past": _error("past-batch-norm", "data", own_code.loss)}
     batch = own_code.batch(0, ROWS)
-    wh.annotate(model, {"block": wh.replicate(), "head": wh.split()})
-    step = wh.parallelize(
-        model, optimizer=SGD, batch=batch, loss=own_code.loss, config={"check_parts": False}
-    )
-    found["joined"] = [s.joined for t in step.plan.taskgraphs for s in t.splits]
-    try:
-        step.evaluate(batch)
-    except wh.errors.WhaleError as error:
-        found["edit"] = str(error)
-    step.close()
+    for edits in (True, False):
+        torch.manual_seed(1)
+        model = own_code.Flat(edits=edits).double()
+        wh.annotate(model, {"block": wh.replicate(), "head": wh.split()})
+        step = wh.parallelize(model, optimizer=SGD, batch=batch, loss=own_code.loss)
+        found["joined", edits] = [s.joined for t in step.plan.taskgraphs for s in t.splits]
+        with torch.no_grad():
+            truth = own_code.loss(model.eval()(batch[0]), batch[1])
+        found["evaluated", edits] = abs(float(step.evaluate([batch])["loss"]) - float(truth))
+        for late in ("edit", "function") if not edits else ():
+            own_code.SWITCH["late"] = late
+            try:
+                step(batch)
+            except wh.errors.WhaleError as error:
+                found[late] = str(error)
+            own_code.SWITCH["late"] = ""
+        step.close()
     return found
 
 
 def test_what_cannot_be_exact_is_said():
-    for found in run_ranks(2, _refused, "data"):
+    for found in run_ranks(2, _said):
         assert "super().forward" in found["past"]
-        assert found["joined"] == ["loss"]
-        assert "sharded" in found["edit"]
+        assert found["joined", False] == ["loss"] and found["joined", True] != ["loss"]
+        assert max(found["evaluated", True], found["evaluated", False]) < 1e-9
+        assert "sharded" in found["edit"] and "sharded" in found["function"]
 
 
 def _short() -> list[float]:

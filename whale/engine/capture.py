@@ -110,9 +110,12 @@ def _run(
     rows: int,
     split_layers: set[str],
     traced: bool,
+    evaluates: bool = False,
 ) -> Run:
     with fake_mode():
         fake, names, values = _fake_copy(model)
+        if evaluates:
+            fake.eval()
         mark_hooks(fake)
         give_shapes(fake)
         inputs = _fake_batch(batch, rows)
@@ -273,12 +276,13 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
             "parallelism does not",
         )
         first, second = _untraced(model, batch, loss, split_layers, refusal)
+    evaluated = _evaluated(model, batch, loss, considered) if considered else None
     examples = {
         path: example
         for path, call in first.examples.items()
         if path in second.examples and (example := example_of(call, second.examples[path], ROWS))
     }
-    graph = graph_of(model, layers, tags, first, second, program, examples, ROWS)
+    graph = graph_of(model, layers, tags, first, second, program, examples, ROWS, evaluated)
     return Captured(
         graph=graph,
         program=program,
@@ -328,6 +332,16 @@ def _random_calls(
         numbers[a.layer] = number + 1
         found[a.layer, number] = changed(a.shape, b.shape)
     return found
+
+
+def _evaluated(
+    model: nn.Module, batch: Any, loss: batches.Loss | None, split_layers: set[str]
+) -> Run | None:
+    """A run in evaluation, whose code may be another; None where it does not run on fakes."""
+    try:
+        return _run(model, batch, loss, ROWS[0], split_layers, True, evaluates=True)
+    except Exception:  # noqa: BLE001 - whatever a user's forward raises on fake tensors
+        return None
 
 
 def _untraced(
