@@ -131,10 +131,13 @@ def _run(
     split_layers: set[str],
     traced: bool,
     training: bool,
+    evaluates: bool = False,
 ) -> Run:
     with generators.seeded(0) as asked, fake_mode(), computed_by(model, shapes_only):
         fake, names, values = _fake_copy(model)
-        if training and not fake.training:
+        if evaluates:
+            fake.eval()
+        elif training and not fake.training:
             fake.train()
         mark_hooks(fake)
         give_shapes(fake)
@@ -321,12 +324,13 @@ def _capture(model: nn.Module, batch: Any, loss: batches.Loss | None, training: 
     random = seen_draws(first, second, model, batch, loss, training, traced=program is not None)
     if random.foreign and program is not None:
         refusal, program = _refuse_foreign(random.foreign), None
+    evaluated = _evaluated(model, batch, loss, considered) if considered else None
     examples = {
         path: example
         for path, call in first.examples.items()
         if path in second.examples and (example := example_of(call, second.examples[path], ROWS))
     }
-    graph = graph_of(model, layers, tags, first, second, program, examples, ROWS)
+    graph = graph_of(model, layers, tags, first, second, program, examples, ROWS, evaluated)
     return Captured(
         graph=graph,
         program=program,
@@ -368,6 +372,16 @@ def large_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
         and sum(p.numel() for p in layer.parameters()) >= LARGE * total
         and all(users[id(p)] == 1 for p in layer.parameters())
     }
+
+
+def _evaluated(
+    model: nn.Module, batch: Any, loss: batches.Loss | None, split_layers: set[str]
+) -> Run | None:
+    """A run in evaluation, whose code may be another; None where it does not run on fakes."""
+    try:
+        return _run(model, batch, loss, ROWS[0], split_layers, True, False, evaluates=True)
+    except Exception:  # noqa: BLE001 - whatever a user's forward raises on fake tensors
+        return None
 
 
 def _untraced(

@@ -340,11 +340,12 @@ def _run(
     still = Still()
     with still:
         outputs = [plain(t) for t in tensors_in(module(*args, **kwargs))]
-        pairs = [
-            (out, cot)
-            for out, cot in zip(outputs, cotangents(outputs), strict=True)
-            if cot is not None and out.requires_grad
-        ]
+    pairs = [
+        (out, cotangent)
+        for out, cotangent in zip(outputs, cotangents(outputs), strict=True)
+        if cotangent is not None and out.requires_grad
+    ]
+    with still:  # a backward may compute a forward anew
         if pairs:
             torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
     return _Ran(outputs, inputs, still.drew)
