@@ -120,8 +120,18 @@ class Rows:
 
     def trial(self, *, large: bool = False) -> Trial:
         """Tries the rows as they are, then with holes; `large`: not in all ways."""
-        weighing = self._classified()
-        self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts)
+        whole = self._plain(self.few)
+        try:
+            weighing = self._classified()
+            self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts, whole)
+        except WhaleError:
+            raise
+        except Exception as error:
+            raise WhaleError(
+                f"the loss of {self.rows} rows can be computed at once, but not of some of them: "
+                f"{type(error).__name__}: {error}",
+                hint=_HINT,
+            ) from error
         for number, (text, batch) in enumerate(variants(self.few, self.rows)):
             if large and number:
                 break
@@ -184,9 +194,8 @@ class Rows:
         weighing: Weighing | None,
         text: str,
         cuts: tuple[int, ...],
-        whole: tuple[Tensor, list[Tensor | None]] | None = None,
+        whole: tuple[Tensor, list[Tensor | None]],
     ) -> None:
-        whole = whole or self._plain(batch)
         for cut in cuts:
             taken = [batches.take_rows(batch, *rows) for rows in ((0, cut), (cut, self.rows))]
             try:
