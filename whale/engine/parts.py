@@ -221,7 +221,7 @@ class Rows:
                 f"{apart:.6g} in two parts{about}",
                 hint=_HINT,
             )
-        if not self.gradients or not total.requires_grad:
+        if not self.gradients or not total.requires_grad or not _finite(gradients):
             return
         error = _distance(gradients, self._gradients(total / count))
         if not error <= _GRADIENT * tolerance:
@@ -351,6 +351,10 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
 
 def _close(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-6 * max(abs(a), abs(b), 1e-12)
+
+
+def _finite(gradients: list[Tensor | None]) -> bool:
+    return all(g is None or bool(g.isfinite().all()) for g in gradients)
 
 
 def _distance(want: list[Tensor | None], got: list[Tensor | None]) -> float:
