@@ -76,13 +76,17 @@ def loss_parts(
     trial: Trial | None,
     *,
     router_losses: bool,
+    divides: bool,
 ) -> dict[int, LossParts]:
-    """By stage of this rank, how the loss is given there if it has it."""
+    """By stage of this rank, how the loss is given there if it has it.
+
+    `divides`: gradients are divided by the count, so that a part that is the whole needs none.
+    """
     found = {}
     weighing = None if trial is None else trial.weighing
     for index in plan.stages_of(rank):
         device = plan.stages[index].virtual_device
-        whole = len(device.replicas) == 1 and plan.num_micro_batch == 1
+        whole = divides and len(device.replicas) == 1 and plan.num_micro_batch == 1
         if len(device.replicas) == 1:
             found[index] = LossParts(
                 context=context,

@@ -101,7 +101,15 @@ def lower(
         local, captured, context, names, shards, whole=len(plan.stages) == 1
     )
     queue = _install_deferral(plan, local)
-    parts = loss_parts(plan, rank, groups, context, trial, router_losses=has_router_losses(model))
+    parts = loss_parts(
+        plan,
+        rank,
+        groups,
+        context,
+        trial,
+        router_losses=has_router_losses(model),
+        divides=communication.gradients_reduce_method == "mean",
+    )
     stages = make_stages(plan, rank, local, captured, loss, outputs, random, device, context, parts)
     trainable = frozenset(n for n, p in params.items() if p.requires_grad)
     mine = set(plan.stages_of(rank))

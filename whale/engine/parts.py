@@ -108,6 +108,7 @@ class Rows:
         training: bool = True,
     ) -> None:
         self.dtype, self.training = dtype, training
+        self.original = model
         self.model = noisy_copy(model, dtype) if copied else model
         self.gradients = copied and dtype in _TOLERANCE
         self.loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
@@ -121,6 +122,11 @@ class Rows:
     def trial(self, *, large: bool = False) -> Trial:
         """Tries the rows as they are, then with holes; `large`: not in all ways."""
         whole = self._plain(self.few)
+        if not bool(torch.isfinite(whole[0])) and self.model is not self.original:
+            self.model = copy.deepcopy(self.original).to(self.dtype)  # as it is, without noise
+            whole = self._plain(self.few)
+        if not bool(torch.isfinite(whole[0])):
+            return Trial(router_losses=bool(self.held.values))
         try:
             weighing = self._classified()
             self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts, whole)

@@ -133,7 +133,8 @@ def _accumulate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, torch
         part = batches.take_rows(batch, low, high)
         value, tracker = _tracked(model, task.loss, part, high - low)
         part_total, part_count = value, torch.ones((), dtype=torch.float64)
-        if task.plan.num_micro_batch > 1:
+        summed = task.config.communication.gradients_reduce_method == "sum"
+        if summed or task.plan.num_micro_batch > 1:
             weighed = tracker.weigh(value, (high - low) / batches.num_rows(batch))
             part_total, part_count = weighed.total, weighed.count
         torch.autograd.backward(part_total)

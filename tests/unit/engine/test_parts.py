@@ -162,6 +162,20 @@ def test_one_replica_with_all_rows_is_not_tried() -> None:
         tried(model, contrastive)
 
 
+def test_weights_that_bear_no_noise() -> None:
+    class Log(Net):
+        def __init__(self) -> None:
+            super().__init__(nn.Identity())
+            self.scale = nn.Parameter(torch.tensor([1e-6, 1.0]))
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * (1 - 0.1 * self.scale.log().sum())
+
+    assert tried(Log(), masked).weighing is not None
+    with pytest.raises(WhaleError, match="in two parts"):
+        tried(Log(), by_rows)
+
+
 def test_gradients_are_compared_too() -> None:
     def detached(out: Tensor, target: Any) -> Tensor:
         losses = tokens(out, target)
