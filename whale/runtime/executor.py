@@ -241,7 +241,7 @@ class Executor:
     ) -> Outcome:
         try:
             return module.forward(part, received, rows)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError, ZeroDivisionError) as error:
             if rows:
                 raise
             raise PlanError(
