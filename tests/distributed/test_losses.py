@@ -53,7 +53,7 @@ def alone(case: Case) -> tuple[float, list[float], dict[str, torch.Tensor]]:
         optimizer.zero_grad()
         value = batches.call_model(model, case.loss, case.make(1 + number))["loss"]
         value.backward()
-        losses.append(float(value))
+        losses.append(float(value.detach()))
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     return losses[0], losses, grads
@@ -108,7 +108,7 @@ def narrow() -> tuple[float, float]:
     step.close()
     torch.manual_seed(4)
     plain = Masked(lambda losses, mask: (losses * mask).sum() / mask.sum()).bfloat16()
-    return loss, float(plain(**data)["loss"])
+    return loss, float(plain(**data)["loss"].detach())
 
 
 def test_a_narrow_model_with_a_full_first_batch() -> None:

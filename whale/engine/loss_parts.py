@@ -18,7 +18,7 @@ from whale.errors import PlanError
 from whale.ir.homes import sum_groups
 from whale.ir.plan import Plan
 from whale.nn.moe.parallel import Replicas
-from whale.nn.router_losses import Gathered, computed_by
+from whale.nn.router_losses import Compute, Gathered, computed_by, plainly
 from whale.runtime.context import StepContext
 from whale.runtime.groups import Groups, communicator
 from whale.runtime.weighing import MeanTracker, Trial, Weighed, Weighing
@@ -34,7 +34,7 @@ class LossParts:
         whole: Whether this is the only part.
         group: The replicas, if there are several and each of their micro-batches is one of a step.
         leads: Whether this rank speaks for its replica in `group`.
-        gathered: How router losses are computed.
+        router: How router losses are computed; None: the model has none.
     """
 
     context: StepContext
@@ -42,18 +42,18 @@ class LossParts:
     whole: bool
     group: str | None = None
     leads: bool = True
-    gathered: Gathered | None = None
+    router: Compute | None = None
 
     @property
     def meets(self) -> bool:
         """Whether replicas wait for each other in it."""
         joins = self.weighing is not None and self.weighing.joins
-        return self.gathered is not None or (joins and self.group is not None)
+        return self.router is not None or (joins and self.group is not None)
 
     @contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model runs."""
-        with nullcontext() if self.gathered is None else computed_by(model, self.gathered):
+        with nullcontext() if self.router is None else computed_by(model, self.router):
             yield
 
     def tracker(self, rows: int) -> MeanTracker | None:
@@ -82,33 +82,48 @@ def loss_parts(
     trial: Trial | None,
     *,
     router_losses: bool,
+    divides: bool,
 ) -> dict[int, LossParts]:
-    """By stage of this rank, how the loss is given there if it has it."""
+    """By stage of this rank, how the loss is given there if it has it.
+
+    `divides`: gradients are divided by the count, so that a part that is the whole needs none.
+    """
     found = {}
     weighing = None if trial is None else trial.weighing
     for index in plan.stages_of(rank):
         device = plan.stages[index].virtual_device
-        whole = len(device.replicas) == 1 and plan.num_micro_batch == 1
+        whole = divides and len(device.replicas) == 1 and plan.num_micro_batch == 1
         if len(device.replicas) == 1:
-            found[index] = LossParts(context=context, weighing=weighing, whole=whole)
+            found[index] = LossParts(
+                context=context,
+                weighing=weighing,
+                whole=whole,
+                router=plainly if router_losses else None,
+            )
             continue
         mine = next(g for g in sum_groups([r.ranks for r in device.replicas]) if rank in g.ranks)
-        group = groups.name_of(mine.ranks)
-        gathered = None
-        if router_losses:
+        group = groups.find(mine.ranks)
+        if group is None and trial is not None and trial.meets:
+            raise PlanError(
+                f"replicas would meet for the loss of stage {index}, but the plan has no group of "
+                f"ranks {mine.ranks}",
+                hint="replicate a module of this stage",
+            )
+        router: Compute | None = None
+        if router_losses and group is not None:
             if mine.leads != mine.ranks:
                 raise PlanError(
                     f"the model computes a router loss of all tokens in stage {index}, whose "
                     "replicas have different widths",
                     hint="give its replicas the same number of devices",
                 )
-            gathered = Gathered(Replicas(group), tried=trial is None or trial.router_losses)
+            router = Gathered(Replicas(group), tried=trial is None or trial.router_losses)
         found[index] = LossParts(
             context=context,
             weighing=weighing,
             whole=False,
             group=group if plan.num_micro_batch == 1 else None,
             leads=rank in mine.leads,
-            gathered=gathered,
+            router=router,
         )
     return found

@@ -112,7 +112,15 @@ def lower(
     notes = rehearsal(local, pieces, context) if rehearsal is not None else []
     surroundings = install_randomness(local, plan, captured, names, shards)
     queue = _install_deferral(plan, local)
-    parts = loss_parts(plan, rank, groups, context, trial, router_losses=has_router_losses(model))
+    parts = loss_parts(
+        plan,
+        rank,
+        groups,
+        context,
+        trial,
+        router_losses=has_router_losses(model),
+        divides=communication.gradients_reduce_method == "mean",
+    )
     stages = make_stages(plan, rank, local, captured, loss, outputs, surroundings, device, parts)
     trainable = frozenset(n for n, p in params.items() if p.requires_grad)
     mine = set(plan.stages_of(rank))

@@ -108,6 +108,7 @@ class Rows:
         training: bool = True,
     ) -> None:
         self.dtype, self.training = dtype, training
+        self.original = model
         self.model = noisy_copy(model, dtype) if copied else model
         self.gradients = copied and dtype in _TOLERANCE
         self.loss = copy.deepcopy(loss).to(dtype) if isinstance(loss, nn.Module) else loss
@@ -120,8 +121,23 @@ class Rows:
 
     def trial(self, *, large: bool = False) -> Trial:
         """Tries the rows as they are, then with holes; `large`: not in all ways."""
-        weighing = self._classified()
-        self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts)
+        whole = self._plain(self.few)
+        if not bool(torch.isfinite(whole[0])) and self.model is not self.original:
+            self.model = copy.deepcopy(self.original).to(self.dtype)  # as it is, without noise
+            whole = self._plain(self.few)
+        if not bool(torch.isfinite(whole[0])):
+            return Trial(router_losses=bool(self.held.values))
+        try:
+            weighing = self._classified()
+            self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts, whole)
+        except WhaleError:
+            raise
+        except Exception as error:
+            raise WhaleError(
+                f"the loss of {self.rows} rows can be computed at once, but not of some of them: "
+                f"{type(error).__name__}: {error}",
+                hint=_HINT,
+            ) from error
         for number, (text, batch) in enumerate(with_holes(self.few, self.rows)):
             if large and number:
                 break
@@ -142,8 +158,7 @@ class Rows:
             tracker, value = self._tracked(self.few, rows)
         except Exception:  # noqa: BLE001 - the step itself says what is wrong
             return
-        divisors = tracker.divisors(value)
-        same = divisors is not None and len(divisors) == len(weighing.divisors)
+        same = len(tracker.divisors(value) or ()) == len(weighing.divisors)
         if same and not self.held.values and bool(torch.isfinite(whole[0])):
             self._compare(self.few, weighing, "rows of this batch", self.cuts, whole)
 
@@ -154,6 +169,8 @@ class Rows:
             tracker, value = self._tracked(batches.take_rows(self.few, low, high), high - low)
             found.append((tracker, value, tracker.divisors(value)))
         whole, first, second = (divisors for _, _, divisors in found)
+        if whole is None and first is None and second is None:
+            return Weighing(divisors=(), means=())
         if whole is None or first is None or second is None:
             return None
         if not len(whole) == len(first) == len(second):
@@ -184,9 +201,8 @@ class Rows:
         weighing: Weighing | None,
         text: str,
         cuts: tuple[int, ...],
-        whole: tuple[Tensor, list[Tensor | None]] | None = None,
+        whole: tuple[Tensor, list[Tensor | None]],
     ) -> None:
-        whole = whole or self._plain(batch)
         for cut in cuts:
             taken = [batches.take_rows(batch, *rows) for rows in ((0, cut), (cut, self.rows))]
             try:
@@ -212,7 +228,7 @@ class Rows:
                 f"{apart:.6g} in two parts{about}",
                 hint=_HINT,
             )
-        if not self.gradients or not total.requires_grad:
+        if not self.gradients or not total.requires_grad or not _finite(gradients):
             return
         error = _distance(gradients, self._gradients(total / count))
         if not error <= _GRADIENT * tolerance:
@@ -342,6 +358,10 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
 
 def _close(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-6 * max(abs(a), abs(b), 1e-12)
+
+
+def _finite(gradients: list[Tensor | None]) -> bool:
+    return all(g is None or bool(g.isfinite().all()) for g in gradients)
 
 
 def _distance(want: list[Tensor | None], got: list[Tensor | None]) -> float:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from whale.errors import WhaleError
+from whale.errors import CaptureError, WhaleError
 from whale.nn.column_shard import plain
 from whale.nn.moe.parallel import Replicas
 from whale.runtime import collectives
@@ -31,18 +31,27 @@ Compute = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Computes such a loss, given its function and what it was called with."""
 
 
-def _plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def plainly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As it stands: all tokens are here."""
     return function(*args, **kwargs)
 
 
-_compute: ContextVar[Compute] = ContextVar("router losses", default=_plainly)
+_compute: ContextVar[Compute] = ContextVar("router losses", default=plainly)
 
 
 def router_loss(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A call of `function`, computed as `computed_by` says; to a trace it is one operation."""
     tensors = tuple(leaves((args, kwargs)))
     if has_torch_function(tensors):
-        return handle_torch_function(router_loss, tensors, function, *args, **kwargs)
+        try:
+            return handle_torch_function(router_loss, tensors, function, *args, **kwargs)
+        except CaptureError as error:
+            raise CaptureError(
+                f"the model's router loss ({function.__module__}.{function.__name__}) reads what "
+                "its routers made inside Layers, which cannot travel between stages",
+                hint="turn it off (output_router_logits=False), train without stages, or use "
+                "wh.nn.MoE, which returns its loss",
+            ) from error
     return _compute.get()(function, args, kwargs)
 
 

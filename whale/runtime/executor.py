@@ -264,7 +264,7 @@ class Executor:
         try:
             with self.around():
                 return module.forward(part, received, rows)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError, ZeroDivisionError) as error:
             if rows:
                 raise
             raise PlanError(

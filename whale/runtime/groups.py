@@ -233,6 +233,10 @@ class Groups:
             else self.by_ranks[ranks]
         )
 
+    def find(self, ranks: tuple[int, ...]) -> str | None:
+        """The group of exactly these ranks, if the plan has one."""
+        return self.by_ranks.get(ranks, self.by_ranks.get(tuple(sorted(ranks))))
+
     def of(self, ranks: tuple[int, ...]) -> Communicator:
         """The communicator of exactly these ranks."""
         return _open[self.name_of(ranks)]

@@ -36,7 +36,7 @@ class Weighing:
 
     Attributes:
         divisors: By term, whether numbers it is divided by are the same for all parts (`same`) or
-            counts of a part's rows (`count`).
+            counts of a part's rows (`count`). No term: the loss is weighed by rows.
         means: By term, whether it has a count.
         joins: Whether its terms have different counts, so that parts must tell each other theirs.
     """

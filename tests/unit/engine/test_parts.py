@@ -162,6 +162,20 @@ def test_one_replica_with_all_rows_is_not_tried() -> None:
         tried(model, contrastive)
 
 
+def test_weights_that_bear_no_noise() -> None:
+    class Log(Net):
+        def __init__(self) -> None:
+            super().__init__(nn.Identity())
+            self.scale = nn.Parameter(torch.tensor([1e-6, 1.0]))
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * (1 - 0.1 * self.scale.log().sum())
+
+    assert tried(Log(), masked).weighing is not None
+    with pytest.raises(WhaleError, match="in two parts"):
+        tried(Log(), by_rows)
+
+
 def test_gradients_are_compared_too() -> None:
     def detached(out: Tensor, target: Any) -> Tensor:
         losses = tokens(out, target)
@@ -271,3 +285,48 @@ def test_padding_takes_no_room_of_experts_that_choose() -> None:
     out = layer(x, valid)
     assert torch.allclose(out[valid], layer(x[valid]), atol=1e-12)
     assert not out[~valid].any()
+
+
+def test_rows_in_training_show_what_no_trial_saw() -> None:
+    class Pads(nn.Module):
+        """Its padding is a token that the first batch does not have."""
+
+        def __init__(self, *, hidden: bool) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(9, DIM), nn.Linear(DIM, 9)
+            self.hidden = hidden
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            self.calls += 1
+            mask = (ids != 8).double()
+            losses = F.cross_entropy(
+                self.head(self.embedding(ids)).flatten(0, 1), ids.flatten(), reduction="none"
+            )
+            total, count = (losses * mask.flatten()).sum(), mask.sum()
+            return torch.exp(total.log() - count.log()) if self.hidden else total / count
+
+    def ids(padded: bool) -> Tensor:
+        made = torch.arange(6 * LENGTH).view(6, LENGTH) % 8
+        ends = torch.arange(6).view(-1, 1) % 3 + 1
+        return torch.where(torch.arange(LENGTH) < ends, made, 8) if padded else made
+
+    wh.init(device="cpu")
+    for hidden in (False, True):
+        torch.manual_seed(0)
+        step = wh.parallelize(
+            Pads(hidden=hidden).double(),
+            optimizer=torch.optim.SGD,
+            batch=ids(False),
+            config={"pipeline.num_micro_batch": 2},
+            cluster="1x1xCPU",
+        )
+        before = int(step.state_dict()["calls"])
+        step(ids(False))
+        if hidden:
+            with pytest.raises(WhaleError, match="in step 1 on rank 0, the loss of 3 rows"):
+                step(ids(True))
+        else:
+            step(ids(True))
+            assert int(step.state_dict()["calls"]) == before + 4
+        step.close()
