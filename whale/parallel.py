@@ -129,10 +129,10 @@ def parallelize(
             "devices",
         )
     check_same_weights(model, rank, num_ranks, _local_device(settings))
+    check_backwards(model, batch, loss, plan)
     if settings.check_parts:
         check_balance(model, plan)
         check_parts(model, batch, loss)
-    check_backwards(model, batch, loss)
     names = frozenset(outputs or ())
     lowered = lower(
         model,

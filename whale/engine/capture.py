@@ -77,7 +77,8 @@ def _fake_copy(model: nn.Module) -> tuple[nn.Module, dict[int, str], dict[int, t
         names[id(fake_buffer)] = name
         if not buffer.is_meta:
             with real_tensors():
-                values[id(fake_buffer)] = buffer.detach().cpu()
+                # A copy: glue that counts in a buffer runs on its value too.
+                values[id(fake_buffer)] = buffer.detach().cpu().clone()
     try:
         fake_model = copy.deepcopy(model, memo)
     except Exception as error:
