@@ -151,7 +151,7 @@ def parallelize(
     refuse_by_rows(plan, changes)
     refuse_across_stages(plan, model, captured)
     trial = check_parts(model, batch, loss, plan) if settings.check_parts else None
-    check_backwards(model, batch, loss)
+    check_backwards(model, batch, loss, plan)
     names = frozenset(outputs or ())
     lowered = lower(
         model,

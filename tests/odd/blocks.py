@@ -2,6 +2,7 @@
 
 from tests.odd import (  # noqa: F401
     blocks_attention,
+    blocks_chance,
     blocks_code,
     blocks_experts,
     blocks_members,

@@ -81,6 +81,30 @@ FOUND = {
         "exact",
         {"blocks": ("mlp",), "head": "tied-function", "layout": "split"},
     ),
+    # Code under vmap was sent through a Function of ours.
+    "vmap, put off": (
+        "exact",
+        {
+            "blocks": ("func", "mlp"),
+            "choices": (1, 1),
+            "layout": "stages",
+            "schedule": "zero-bubble",
+            "micro": 2,
+        },
+    ),
+    # Raw errors of the planner.
+    "integer parameters": ("exact", {"blocks": ("tiny-parameters",), "layout": "data"}),
+    "complex parameters": ("refused", {"blocks": ("complex-parameter",), "layout": "data"}),
+    # Capture counted in the user's own buffer.
+    "a cumulative norm": (
+        "exact",
+        {"blocks": ("batch-norm",), "choices": (5,), "layout": "one", "ranks": 1, "loss": "values"},
+    ),
+    # As many positions as rows: the first rank got the first positions.
+    "positions like rows": (
+        "refused",
+        {"blocks": ("mlp",), "batch": "dict-extra", "layout": "data", "length": 6},
+    ),
     # The number of rows was that of the tensor that came first.
     "positions first": (
         "exact",

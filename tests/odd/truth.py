@@ -108,7 +108,7 @@ def _accumulate(spec: Spec, model: nn.Module, batch: Any, variant: int) -> float
         loss, _ = forward(spec, model, part)
         if weight:
             (loss * weight).backward()
-            total += float(loss) * weight
+            total += float(loss.detach()) * weight
     return total
 
 

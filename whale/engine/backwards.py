@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from whale.errors import WhaleError
+from whale.ir.plan import Plan
 from whale.runtime import batch as batches
 from whale.runtime import generators
 
@@ -28,13 +29,15 @@ _TOLERANCE = 1e-3
 """Of a gradient's greatest entry: for backwards that add in another order each time."""
 
 
-def check_backwards(model: nn.Module, batch: Any, loss: batches.Loss | None) -> None:
+def check_backwards(model: nn.Module, batch: Any, loss: batches.Loss | None, plan: Plan) -> None:
     """Refuses hooks on parameters, and code in the backward that is not linear in the gradient.
+
+    Also what cannot be tried, where the plan cuts the batch: a model that does not take a few rows.
 
     A few rows run forward; only where the model's backward holds code of the user's it runs too,
     from a gradient of 1 and from a greater one. A model on the meta device has no values to try.
     """
-    _refuse_parameter_hooks(model)
+    _refuse_parameters(model)
     tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
     rows = min(_ROWS, batches.num_rows(batch))
     if not rows or any(t.is_meta for t in tensors):
@@ -51,7 +54,8 @@ def check_backwards(model: nn.Module, batch: Any, loss: batches.Loss | None) -> 
             value = batches.call_model(tried, loss, few)["loss"]
     except WhaleError:
         raise
-    except Exception:  # noqa: BLE001 - what a user's forward says of few rows is not this check's
+    except Exception as error:  # noqa: BLE001 - whatever a user's forward says of few rows
+        _refuse_rows(model, batch, loss, plan, error)
         return
     where = watch.places + _module_hooks(tried) + _functions(value)
     if not where or not value.requires_grad:
@@ -77,8 +81,11 @@ def _compare(
     for (name, _), one, other in zip(trained, once, greater, strict=True):
         if one is None or other is None:
             continue
-        difference = (other.double() / scale - one.double()).abs().max() if one.numel() else 0.0
-        if float(difference) > _TOLERANCE * float(one.abs().max()):
+        if not one.numel():
+            continue
+        once_more = other.to_dense().double() / scale
+        difference = (once_more - one.to_dense().double()).abs().max()
+        if float(difference) > _TOLERANCE * float(one.to_dense().abs().max()):
             raise WhaleError(
                 f"the backward is not linear in the gradient: from {scale:g} times the loss, the "
                 f"gradient of {name} is not {scale:g} times as great. User code in it: "
@@ -89,7 +96,7 @@ def _compare(
             )
 
 
-def _refuse_parameter_hooks(model: nn.Module) -> None:
+def _refuse_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter._backward_hooks or after:
@@ -99,6 +106,36 @@ def _refuse_parameter_hooks(model: nn.Module) -> None:
                 "so no hook could see it; change it in the optimizer, or put the hook on what the "
                 "module returns",
             )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise WhaleError(
+                f"the parameter {name} is {parameter.dtype}; what trains is float64, float32, "
+                "bfloat16 or float16",
+                hint="keep torch.view_as_real of it as the parameter, and use "
+                "torch.view_as_complex in the forward",
+            )
+
+
+def _refuse_rows(
+    model: nn.Module, batch: Any, loss: batches.Loss | None, plan: Plan, error: Exception
+) -> None:
+    """Says which tensors were taken for rows, if the whole batch works and a part does not."""
+    replicas = max(len(stage.virtual_device.replicas) for stage in plan.stages)
+    if replicas == 1 and plan.num_micro_batch == 1:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            batches.call_model(copy.deepcopy(model), loss, batch)
+    except Exception:  # noqa: BLE001 - then it is not for the rows
+        return
+    rows = batches.num_rows(batch)
+    taken = [tuple(t.shape) for t in batches.leaves(batch) if batches.has_rows(t, rows)]
+    raise WhaleError(
+        f"the model takes the batch of {rows} rows, and not {min(_ROWS, rows)} of them: "
+        f"{type(error).__name__}: {error}. Every tensor whose first dim is {rows} is taken for "
+        f"rows: {', '.join(map(str, taken))}",
+        hint="give a tensor that has no rows another first dim (unsqueeze(0)), or keep it in the "
+        "model as a buffer; pass an example batch with a number of rows that is no other size",
+    ) from error
 
 
 def _module_hooks(model: nn.Module) -> list[str]:

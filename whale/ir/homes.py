@@ -215,7 +215,12 @@ def _numel(home: Home, dim: int, span: Span | None) -> int:
 
 
 FIRST_BUCKET_BYTES = 1 << 20
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {
+    **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
+    # What does not train may be anything.
+    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
+    **{"complex128": 16, "complex64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1},
+}
 
 
 def rank_buckets(

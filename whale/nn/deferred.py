@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from whale.errors import PlanError
+from whale.runtime.compat import in_transform
 from whale.runtime.context import step_backward
 
 
@@ -90,7 +91,7 @@ def deferred(
     trainable = tuple(w for w in weights if w.requires_grad)
     if queue is None or not trainable or not torch.is_grad_enabled():
         return fn(x)
-    if not all(w.is_leaf for w in trainable):
+    if not all(w.is_leaf for w in trainable) or in_transform():
         # `torch.func.functional_call` puts what was computed from a weight in its place: its
         # gradient is to go on from there.
         return fn(x)

@@ -129,6 +129,11 @@ def operation_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return float(more(*args, **kwargs)) if more is not None else 0.0
 
 
+def in_transform() -> bool:
+    """Whether the code runs inside `torch.func` (vmap, grad, ...)."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 class SymmetricBuffer(Protocol):
     """What a rendezvous gives: the same buffer on every member."""
 
