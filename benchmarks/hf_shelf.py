@@ -15,6 +15,7 @@ import argparse
 import json
 import logging
 import platform
+import re
 import sys
 import time
 import traceback
@@ -79,14 +80,19 @@ def run_cell(name: str, layout_name: str) -> dict[str, Any]:
     try:
         found = _train(shelved, layout)
     except WhaleError as error:
-        found = {"state": "refused", "why": str(error).strip().split("\n")[0][:300]}
+        found = {"state": "refused", "why": _first_line(str(error))}
     except Exception as error:  # noqa: BLE001 - a crash is a row of the table
         found = {
             "state": "crash",
-            "why": f"{type(error).__name__}: {error}".strip().split("\n")[0][:300],
+            "why": _first_line(f"{type(error).__name__}: {error}"),
             "traceback": traceback.format_exc()[-3000:],
         }
     return {**found, "seconds": round(time.perf_counter() - began, 2)}
+
+
+def _first_line(message: str) -> str:
+    """Without where packages are installed."""
+    return re.sub(r"\S*site-packages/", "", message.strip().split("\n")[0])[:300]
 
 
 def run_cells(cells: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -227,7 +233,7 @@ def plan_only(name: str) -> dict[str, Any]:
         _annotate(shelved, layout, model)
         plan = wh.plan(model, batch=shelved.batch(0, ROWS), cluster=layout.cluster())
     except WhaleError as error:
-        return {"state": "refused", "why": str(error).strip().split("\n")[0][:300]}
+        return {"state": "refused", "why": _first_line(str(error))}
     except Exception as error:  # noqa: BLE001 - a crash is a row of the table
         return {"state": "crash", "why": f"{type(error).__name__}: {error}"[:300]}
     return {"state": "planned", **describe(plan)}
@@ -301,7 +307,7 @@ def table(found: dict[str, dict[str, Any]], layouts: Sequence[str]) -> list[str]
 def summary(found: dict[str, dict[str, Any]], layouts: Sequence[str]) -> list[str]:
     """What the table says in a few lines."""
     rows = [row for name, row in found.items() if name in SHELF]
-    lines = [f"{len(rows)} architectures."]
+    lines = [f"{len(rows)} architectures.", ""]
     for layout in layouts:
         states = Counter(row[layout]["state"] for row in rows if layout in row)
         lines.append(f"- {layout}: " + ", ".join(f"{n} {s}" for s, n in states.most_common()))

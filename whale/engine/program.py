@@ -83,13 +83,16 @@ class Op:
     """Of a Layer: how many draws each module had made before."""
     region: Any = None
     """The checkpoint it is inside of: see `engine.regions`."""
+    _inputs: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The values it reads."""
-        found: list[int] = []
-        visit((self.args, self.kwargs), lambda leaf: found.append(leaf.index), Ref)
-        return tuple(dict.fromkeys(found))
+        """The values it reads; arguments never change."""
+        if self._inputs is None:
+            found: list[int] = []
+            visit((self.args, self.kwargs), lambda leaf: found.append(leaf.index), Ref)
+            self._inputs = tuple(dict.fromkeys(found))
+        return self._inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

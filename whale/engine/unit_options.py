@@ -184,6 +184,10 @@ def _by_heads(
     width = {features(inside.modules[row])[1] for row in rows}
     if len(width) != 1:
         return None
+    key = _kind(inside, path, columns, rows)
+    if key in _FAILED:
+        reasons[path] = _FAILED[key]
+        return None
     reason, progress = "", -1
     for units in _head_counts(inside, path, width.pop()):
         for chosen, entries, state in _choices(inside, path, columns, units):
@@ -201,8 +205,35 @@ def _by_heads(
                     return counted
                 reason, progress = "its code does not run with fewer heads", 1 << 30
     if reason:
-        reasons[path] = f"not by heads: {reason}"
+        reasons[path] = _FAILED[key] = f"not by heads: {reason}"
     return None
+
+
+_FAILED: dict[object, str] = {}
+"""Why attention of a kind cannot be split by heads: the blocks of a model are mostly alike."""
+
+
+def _kind(inside: Inside, path: str, columns: set[str], rows: set[str]) -> object:
+    """All that the answer depends on: what is called, with what shapes, and sizes in attributes."""
+    (call,) = inside.calls[path]
+    own = len(path)
+    prefix = f"{path}." if path else ""
+    program = inside.program
+    called = tuple(
+        (
+            op.layer[own:] if op.layer is not None else name_of(op),
+            repr(op.args).replace(prefix, "") if prefix else repr(op.args),
+            tuple((program.specs[v].shape, program.specs[v].grad) for v in op.outputs),
+        )
+        for op in program.ops[call.first : call.last]
+    )
+    sizes = tuple(
+        (name[own:], type(module), tuple(counts_of(module)))
+        for name, module in inside.modules.items()
+        if name == path or name.startswith(prefix)
+    )
+    ends = tuple(sorted(m[own:] for m in columns)), tuple(sorted(m[own:] for m in rows))
+    return called, sizes, ends
 
 
 def _head_counts(inside: Inside, path: str, width: int) -> list[int]:
