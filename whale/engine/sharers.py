@@ -1,9 +1,9 @@
 """Sharers: which ranks hold the very same bits of which parameter or buffer.
 
-Place in the flow: read off the plan when a Step is built, for `runtime.guard`. Ranks whose gradients
-are summed together update alike to the last bit. Members of one replica that each compute a copy do
-not: on a GPU two sums of the same numbers may differ in the last digit. Those are compared by value,
-by `engine.drift`.
+Place in the flow: read off the plan when a Step is built, for `runtime.guard`. Ranks whose
+gradients are summed together update alike to the last bit. Members of one replica that each compute
+a copy do not: on a GPU two sums of the same numbers may differ in the last digit. Those are
+compared by value, by `engine.drift`.
 """
 
 from __future__ import annotations
