@@ -29,6 +29,7 @@ from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
 from whale.runtime import generators
 from whale.runtime.batch import LocalBatch
+from whale.runtime.context import step_backward
 from whale.runtime.signature import Context
 
 
@@ -159,7 +160,8 @@ class Branches:
             assert out.loss is not None
             found[0], found[1] = out.loss.total.detach().double(), out.loss.count.double()
             if out.loss.total.requires_grad:
-                grads = torch.autograd.grad(out.loss.total, params, allow_unused=True)
+                with step_backward.run():
+                    grads = torch.autograd.grad(out.loss.total, params, allow_unused=True)
                 for i, grad in enumerate(grads):
                     found[2 + i] = 0.0 if grad is None else _projection(grad)
         return found

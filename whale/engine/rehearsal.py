@@ -30,7 +30,7 @@ from whale.ir.sharding import Piece
 from whale.nn.column_shard import plain
 from whale.nn.moe.stacked import matrices
 from whale.runtime import batch as batches
-from whale.runtime.context import StepContext
+from whale.runtime.context import StepContext, step_backward
 
 LARGEST = 1 << 30
 """Bytes of a Layer that is still tried."""
@@ -347,7 +347,8 @@ def _run(
     ]
     with still:  # a backward may compute a forward anew
         if pairs:
-            torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
+            with step_backward.run():
+                torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
     return _Ran(outputs, inputs, still.drew)
 
 
