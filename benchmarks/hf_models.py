@@ -67,17 +67,18 @@ class Shelved:
         config.use_cache = False
         kind = getattr(transformers, self.model)
         widen()
+        if self.name not in _RUN:
+            # Some modules are imported by the first forward; it may leave states behind.
+            _RUN.add(self.name)
+            with torch.no_grad():
+                kind(config).to(torch.float64).eval()(**self.batch(0, 2))
+            widen()
+            torch.manual_seed(0)
         model: nn.Module = kind(config)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         _fill(model)
-        if self.name not in _RUN:
-            # Some modules are imported by the first forward.
-            _RUN.add(self.name)
-            with torch.no_grad():
-                model.to(torch.float64).eval()(**self.batch(0, 2))
-            widen()
         if self.lora:
             peft = importlib.import_module("peft")
             adapter = peft.LoraConfig(

@@ -14,6 +14,7 @@ SplitOption are made by `engine.unit_options`, tried by `engine.rerun`, and trav
 | `operand` function:dim:size | whole operands of which the own units are taken |
 | `mean` width | means over the columns of all units, of that width: summed over members |
 | `returned` place:dim:result | an output that holds units, gathered (`without_unread`) |
+| `spread` place:dim:size | an output that is alike for all units, given for all of them |
 | `unread` result | one of those that nothing reads: it stays a part |
 | `head dropout` path | a dropout that sees some heads, in dim 1; `()` for functional ones |
 """
@@ -82,7 +83,11 @@ def install_marks(path: str, shard: Shard, modules: Mapping[str, nn.Module]) -> 
     for text in marked(shard, "returned"):
         place, dim, _ = text.split(":")
         gathered[int(place)] = int(dim)
-    forward = OwnHeads(modules[path].forward, shard, operands, gathered, means)
+    spread = {}
+    for text in marked(shard, "spread"):
+        place, dim, size = text.split(":")
+        spread[int(place)] = int(dim), int(size)
+    forward = OwnHeads(modules[path].forward, shard, operands, gathered, means, spread)
     replace_forward(modules[path], forward)
 
 

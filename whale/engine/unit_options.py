@@ -356,6 +356,14 @@ def _option(
     ]
     marks += [("mean", str(width)) for width in sorted(set(follower.means.values()))]
     marks += [("returned", ":".join(map(str, place))) for place in follower.returned]
+    marks += [
+        (
+            "spread",
+            f"{place}:{follower.alike[value]}:{follower.shape(value)[follower.alike[value]]}",
+        )
+        for place, value in enumerate(follower.call.values)
+        if value is not None and value in follower.alike
+    ]
     marks += [("head dropout", name) for name in follower.head_dropouts]
     reads = {
         value

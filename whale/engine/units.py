@@ -229,10 +229,23 @@ class UnitFollower(Follower):
             ]
             if len(grown) == 1:
                 self.alike[made] = grown[0]
-        elif name_of(op) in ("to", "float", "double", "contiguous", "type_as"):
-            source = op.args[0]
-            if isinstance(source, Ref) and source.index in self.alike:
-                self.alike[made] = self.alike[source.index]
+        elif name_of(op) in ELEMENTWISE and not op.state:
+            # Others in it have one element there, or as many that are alike too.
+            dims = {
+                dim + len(shape) - len(self.shape(value))
+                for value in op.inputs
+                if (dim := self.alike.get(value)) is not None
+            }
+            if len(dims) == 1 and all(
+                value in self.alike or self._has_one(value, len(shape) - min(dims))
+                for value in op.inputs
+            ):
+                self.alike[made] = dims.pop()
+
+    def _has_one(self, value: int, dim: int) -> bool:
+        """Whether a value has one element, or no dim, at that dim from the end."""
+        shape = self.shape(value)
+        return len(shape) < dim or shape[-dim] == 1
 
     def trained(self, names: Iterable[str]) -> set[str]:
         """Those of these that are trainable parameters."""

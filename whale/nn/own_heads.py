@@ -127,23 +127,33 @@ class OwnHeads:
         operands: Mapping[tuple[str, int], Sequence[int]] | None = None,
         gathered: Mapping[int, int] | None = None,
         means: Sequence[int] = (),
+        spread: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
         self.forward, self.mode = forward, _Operands(shard, operands or {}, means)
-        self.shard, self.gathered = shard, gathered or {}
+        self.shard, self.gathered, self.spread = shard, gathered or {}, spread or {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The replaced forward; outputs that others may read are gathered."""
         with self.mode:
             out = self.forward(*args, **kwargs)
-        if not self.gathered:
+        if not self.gathered and not self.spread:
             return out
         places = itertools.count()
-        return map_tensors(out, lambda x: self._whole(x, self.gathered.get(next(places))))
+        return map_tensors(out, lambda x: self._whole(x, next(places)))
 
-    def _whole(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
-        if dim is None:
-            return x
+    def _whole(self, x: torch.Tensor, place: int) -> torch.Tensor:
         shard = self.shard
+        if place in self.spread:
+            dim, size = self.spread[place]
+            if x.shape[dim] != shard.local(size):
+                return x  # it was whole all along
+            with torch._C.DisableTorchFunction():
+                sizes = [size if i == dim else -1 for i in range(x.dim())]
+                return x.narrow(dim, 0, 1).expand(sizes)
+        dim_ = self.gathered.get(place)
+        if dim_ is None:
+            return x
+        dim = dim_
         with torch._C.DisableTorchFunction():
             return shard.join(x, dim, x.shape[dim] // shard.num_units * shard.cuts[-1])
 
