@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,13 +143,17 @@ def _run(
             )
         with counter, readers, readers.functions(), torch.enable_grad():
             if traced:
-                with tracer, tracer.functions():
+                with (
+                    tracer,
+                    tracer.functions(),
+                    suppress(Exception) if evaluates else nullcontext(),
+                ):
                     out = batches.call_model(fake, loss, inputs)
-                run.result = {
-                    name: tree_map(value, lambda leaf: _result_ref(tracer, leaf))
-                    for name, value in out.items()
-                }
-                run.program = tracer.program
+                    run.result = {
+                        name: tree_map(value, lambda leaf: _result_ref(tracer, leaf))
+                        for name, value in out.items()
+                    }
+                    run.program = tracer.program
             else:
                 tracer.paused = 1
                 out = batches.call_model(fake, loss, inputs)
@@ -336,12 +341,9 @@ def _random_calls(
 
 def _evaluated(
     model: nn.Module, batch: Any, loss: batches.Loss | None, split_layers: set[str]
-) -> Run | None:
-    """A run in evaluation, whose code may be another; None where it does not run on fakes."""
-    try:
-        return _run(model, batch, loss, ROWS[0], split_layers, True, evaluates=True)
-    except Exception:  # noqa: BLE001 - whatever a user's forward raises on fake tensors
-        return None
+) -> Run:
+    """A run in evaluation, whose code may be another; up to where it does not run on fakes."""
+    return _run(model, batch, loss, ROWS[0], split_layers, True, evaluates=True)
 
 
 def _untraced(
