@@ -120,7 +120,7 @@ def _said() -> dict[str, Any]:
         found["joined", edits] = [s.joined for t in step.plan.taskgraphs for s in t.splits]
         with torch.no_grad():
             truth = own_code.loss(model.eval()(batch[0]), batch[1])
-        found["evaluated", edits] = abs(float(step.evaluate([batch])["loss"]) - float(truth))
+        found["evaluated", edits] = abs(float(step.evaluate(batch)["loss"]) - float(truth))
         for late in ("edit", "function") if not edits else ():
             own_code.SWITCH["late"] = late
             try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,13 +171,17 @@ def _run(
             for sight in (*seeing, unchecked_distributions(), torch.enable_grad()):
                 stack.enter_context(sight)
             if traced:
-                with tracer, tracer.functions():
+                with (
+                    tracer,
+                    tracer.functions(),
+                    suppress(Exception) if evaluates else nullcontext(),
+                ):
                     out = batches.call_model(fake, loss, inputs)
-                run.result = {
-                    name: tree_map(value, lambda leaf: _result_ref(tracer, leaf))
-                    for name, value in out.items()
-                }
-                run.program = tracer.program
+                    run.result = {
+                        name: tree_map(value, lambda leaf: _result_ref(tracer, leaf))
+                        for name, value in out.items()
+                    }
+                    run.program = tracer.program
             else:
                 tracer.paused = 1
                 with tracer:
@@ -376,12 +380,9 @@ def large_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
 
 def _evaluated(
     model: nn.Module, batch: Any, loss: batches.Loss | None, split_layers: set[str]
-) -> Run | None:
-    """A run in evaluation, whose code may be another; None where it does not run on fakes."""
-    try:
-        return _run(model, batch, loss, ROWS[0], split_layers, True, False, evaluates=True)
-    except Exception:  # noqa: BLE001 - whatever a user's forward raises on fake tensors
-        return None
+) -> Run:
+    """A run in evaluation, whose code may be another; up to where it does not run on fakes."""
+    return _run(model, batch, loss, ROWS[0], split_layers, True, False, evaluates=True)
 
 
 def _untraced(
