@@ -15,6 +15,7 @@ import torch
 
 from whale.nn.shard import Shard
 from whale.runtime import collectives
+from whale.runtime.recompute import WHOLE
 
 
 class ColumnShard(torch.Tensor):
@@ -72,6 +73,9 @@ class ColumnShard(torch.Tensor):
         raise TypeError(
             f"{func} reached a sharded output below torch functions; call `.full()` on it first"
         )
+
+
+WHOLE[ColumnShard] = ColumnShard.full
 
 
 def _whole(value: Any) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from whale.runtime import recompute
+
 
 class WeightQueue:
     """Weight gradients of the backward now running, to be computed when the schedule says W."""
@@ -79,7 +81,8 @@ def deferred(
 ) -> torch.Tensor:
     """`fn(x)`, whose gradients for `weights` wait in `queue`; without a queue, plainly `fn(x)`."""
     trainable = tuple(w for w in weights if w.requires_grad)
-    if queue is None or not trainable or not torch.is_grad_enabled():
+    # A checkpoint recomputes for every graph that asks for what it saved, and this one is apart.
+    if queue is None or not trainable or not torch.is_grad_enabled() or recompute.inside():
         return fn(x)
     # Something must tie the output to the graph: the input, or the weights where it has no gradient
     # (token ids). Only there, for their hooks would take the missing gradient for the final one.
