@@ -124,12 +124,12 @@ def check(num_ranks: int, cases: list[tuple[str, str]]) -> None:
             assert worst(rank[index], truths[name, micro]) < 1e-9, (name, layout)
 
 
-def _staged(names: list[str], *layouts: str) -> list[tuple[str, str]]:
-    return [(name, layout) for layout in layouts for name in names]
+def under(layout: str, names: str) -> list[tuple[str, str]]:
+    return [(name, layout) for name in names.split()]
 
 
-WHOLE = [name for name in MODELS if name != "python"]
-CUT = [n for n in WHOLE if n not in ("layerdrop", "norms")]
+WHOLE = " ".join(name for name in MODELS if name != "python")
+CUT = " ".join(name for name in WHOLE.split() if name not in ("layerdrop", "norms"))
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -138,18 +138,45 @@ def test_one_process(name: str) -> None:
 
 
 def test_two_ranks() -> None:
-    cases = _staged(list(MODELS), "accumulate-uneven") + _staged(CUT, "gpipe")
-    check(2, cases + _staged([n for n in WHOLE if n != "norms"], "tensor"))
+    check(
+        2,
+        under("accumulate-uneven", "factories sampled layerdrop python vae experts norms")
+        + under("gpipe", "vae layerdrop-0 glue glue-reentrant sequenced inside")
+        + under("tensor", "attention inside selective glue-reentrant dropouts"),
+    )
 
 
 def test_three_ranks() -> None:
-    names = ["twice", "inside", "glue", "glue-reentrant", "experts", "attention"]
-    check(3, _staged(names, "data-uneven", "1f1b", "zero-bubble"))
+    check(
+        3,
+        under("data-uneven", "paths attention")
+        + under("1f1b", "twice glue experts")
+        + under("zero-bubble", "inside"),
+    )
 
 
 def test_nested() -> None:
-    names = ["attention", "vae", "inside", "glue", "sequenced", "paths", "sampled"]
-    check(4, _staged(names, "data-tensor-uneven", "pipeline-tensor", "data-pipeline-uneven"))
+    check(
+        4,
+        under("data-tensor-uneven", "attention inside")
+        + under("pipeline-tensor", "glue paths")
+        + under("data-pipeline-uneven", "sampled glue"),
+    )
+
+
+@pytest.mark.full
+def test_every_model_on_two_ranks() -> None:
+    names = WHOLE.replace("norms", "")
+    check(2, under("accumulate-uneven", " ".join(MODELS)) + under("gpipe", CUT))
+    check(2, under("tensor", names) + under("interleaved", CUT))
+
+
+@pytest.mark.full
+def test_every_model_in_nested_layouts() -> None:
+    for layout in ("1f1b", "zero-bubble", "data-uneven"):
+        check(3, under(layout, CUT))
+    for layout in ("data-tensor-uneven", "pipeline-tensor", "data-pipeline-uneven"):
+        check(4, under(layout, CUT))
 
 
 def on_rank_alone(name: str, layout: str) -> None:

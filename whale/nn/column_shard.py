@@ -21,6 +21,7 @@ from whale.errors import WhaleError
 from whale.nn.shard import Shard
 from whale.runtime import collectives
 from whale.runtime.compat import assert_later
+from whale.runtime.recompute import WHOLE
 
 
 class ColumnShard(torch.Tensor):
@@ -126,6 +127,7 @@ def changes(name: str, kwargs: Any) -> bool:
         or kwargs.get("inplace") is True
         or kwargs.get("out") is not None
     )
+WHOLE[ColumnShard] = ColumnShard.full
 
 
 def _whole(value: Any) -> Any:

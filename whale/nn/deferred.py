@@ -19,6 +19,7 @@ import torch
 from whale.errors import PlanError
 from whale.runtime.compat import in_transform
 from whale.runtime.context import step_backward
+from whale.runtime import recompute
 
 
 class WeightQueue:
@@ -89,7 +90,8 @@ def deferred(
 ) -> torch.Tensor:
     """`fn(x)`, whose gradients for `weights` wait in `queue`; without a queue, plainly `fn(x)`."""
     trainable = tuple(w for w in weights if w.requires_grad)
-    if queue is None or not trainable or not torch.is_grad_enabled():
+    # A checkpoint recomputes for every graph that asks for what it saved, and this one is apart.
+    if queue is None or not trainable or not torch.is_grad_enabled() or recompute.inside():
         return fn(x)
     if not all(w.is_leaf for w in trainable) or in_transform():
         # `torch.func.functional_call` puts what was computed from a weight in its place: its

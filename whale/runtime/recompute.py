@@ -65,6 +65,9 @@ class _Record:
     """Which of them comes now, in a later run; None in the first."""
 
 
+WHOLE: dict[type, Callable[[Any], Any]] = {}
+"""Tensors of ours whose gradient an autograd.Function would not see: how to make them plain."""
+
 _records: list[_Record] = []
 _scopes: list[Scope] = []
 _watchers: list[Watcher] = []
@@ -73,6 +76,11 @@ _watchers: list[Watcher] = []
 def rerunning() -> bool:
     """Whether the code now running runs for the second time, inside a backward."""
     return any(record.next is not None for record in _records)
+
+
+def inside() -> bool:
+    """Whether the code now running is a checkpoint's, in its first or a later run."""
+    return bool(_records)
 
 
 def remember(now: Callable[[], _T]) -> _T:
@@ -169,6 +177,7 @@ class _Reentrant:
         return getattr(self._function, name)
 
     def apply(self, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        args = tuple(WHOLE[type(arg)](arg) if type(arg) in WHOLE else arg for arg in args)
         region = _region(run, args, {"use_reentrant": True})
         if region is not None:
             with region:
