@@ -70,6 +70,13 @@ def weighted_mean(total: Tensor, count: Number) -> Tensor:
     return total / count
 
 
+def same_for_all(value: Tensor) -> Tensor:
+    """`value`, of which replicas have told each other: it is no sum over the rows of one part."""
+    if has_torch_function((value,)):
+        return handle_torch_function(same_for_all, (value,), value)  # type: ignore[no-any-return]
+    return value.view_as(value)
+
+
 def elements(size: int, rows: int, like: Tensor, *, ragged: bool) -> Count:
     """The count of a mean over `size` elements; `ragged`: how many depends on values."""
     value = torch.full((), float(size), device=like.device)

@@ -162,6 +162,34 @@ def test_one_replica_with_all_rows_is_not_tried() -> None:
         tried(model, contrastive)
 
 
+def test_the_loss_of_experts_is_the_same_for_all_parts() -> None:
+    """It is made of sums over rows, which must not be taken for the loss's own."""
+
+    class Own(Net):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            h, extra = self.middle(self.first(x))
+            return F.cross_entropy(self.last(h).flatten(0, 1), labels.flatten()) + extra
+
+    x, (labels, _) = batch()
+    wh.init(device="cpu")
+    torch.manual_seed(0)
+    model = Own(moe(balance="loss", z_loss=0.1, capacity_factor=0.75)).double()
+    want = []
+    for part in (slice(0, 3), slice(3, 6)):
+        want.append(float(model(x[part].double(), labels[part]).detach()))
+        model.middle.bias.zero_()
+    step = wh.parallelize(
+        model,
+        optimizer=torch.optim.SGD,
+        batch={"x": x.double(), "labels": labels},
+        config={"pipeline.num_micro_batch": 2},
+        cluster="1x1xCPU",
+    )
+    got = float(step({"x": x.double(), "labels": labels})["loss"])
+    step.close()
+    assert got == pytest.approx(sum(want) / 2, rel=1e-12)
+
+
 def test_weights_that_bear_no_noise() -> None:
     class Log(Net):
         def __init__(self) -> None:

@@ -24,6 +24,7 @@ from whale.nn.moe.experts import ACTIVATIONS, expert_ffn, moe_ffn
 from whale.nn.moe.router import ROUTERS, Alone, Meeting, Routed
 from whale.runtime.compat import in_backward
 from whale.runtime.recompute import install, remember, rerunning
+from whale.runtime.means import same_for_all
 
 BALANCES = ("bias", "loss", "none")
 
@@ -207,7 +208,7 @@ class MoE(nn.Module):
         # Before the tokens travel: replicas meet in one place.
         loss = None
         if self.has_loss:
-            loss = self._loss(logits, scores, valid, routed, meeting)
+            loss = same_for_all(self._loss(logits, scores, valid, routed, meeting))
         out = compute(_autocast(tokens), routed).view_as(x)
         self._count(routed)
         return out if loss is None else (out, loss)

@@ -171,11 +171,6 @@ def test_padding_counts_nowhere(router: str, k: int, capacity: float | None) -> 
     alone = make(router, k, balance, capacity, z_loss=0.1)
     x = torch.randn(2, 8, 6, dtype=torch.float64)
     valid = torch.rand(2, 8) < 0.6
-    if router == "expert-choice" and capacity is not None:
-        # Its room is a part of all rows, as many as there are.
-        alone.capacity_factor = capacity * 16 / int(valid.sum())
-    elif router == "expert-choice":
-        alone.capacity_factor = 2.0 * 16 / int(valid.sum())
     out, loss = moe(x, valid)
     due, due_loss = alone(x[valid])
     torch.testing.assert_close(out[valid], due)
