@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -204,8 +205,6 @@ def _odd_batches() -> None:
     x, y = batch_of(0)
     good = step((x, y))["loss"].item()
     assert good > 0
-    import numpy
-
     with pytest.raises(WhaleError, match="an array of shape"):
         step((x, numpy.zeros(4), y))
     with pytest.raises(WhaleError, match="a list of as many entries"):
