@@ -253,8 +253,11 @@ def _four_ranks() -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize(
     ("ranks", "fn"),
-    [(2, _two_ranks), (3, _three_ranks), (4, _four_ranks)],
-    ids=["2", "3", "4"],
+    [
+        pytest.param(2, _two_ranks, id="2"),
+        pytest.param(3, _three_ranks, id="3", marks=pytest.mark.full),
+        pytest.param(4, _four_ranks, id="4"),
+    ],
 )
 def test_other_kinds_of_batches(ranks: int, fn: Any) -> None:
     for result in run_ranks(ranks, fn, timeout=100):

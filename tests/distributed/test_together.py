@@ -102,19 +102,27 @@ CALLS: list[tuple[Callable[[Any], None], str]] = [
 ]
 
 
-def _call(number: int, stages: bool) -> None:
+def _call(number: int, stages: bool) -> str:
     step = build(staged() if stages else data())
     for _ in range(5):
         step(batch_of(0))
-    CALLS[number][0](step)
+    try:
+        CALLS[number][0](step)
+    except RankError as error:
+        return str(error)
+    return "ended"
 
 
-@pytest.mark.parametrize("number", range(len(CALLS)), ids=[fn.__name__ for fn, _ in CALLS])
+@pytest.mark.parametrize(
+    "number",
+    [0, 2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)],
+    ids=lambda number: CALLS[number][0].__name__,
+)
 def test_calls_of_one_rank_are_named(number: int) -> None:
-    began = time.monotonic()
-    failure: Any = run_ranks(2, _call, number, number % 2 == 0, timeout=40.0, expect_failure=True)
-    assert CALLS[number][1] in str(failure), str(failure)
-    assert time.monotonic() - began < LONG / 2
+    found = run_ranks(2, _call, number, number % 2 == 0, timeout=40.0)
+    said = CALLS[number][1]
+    # The one whose program is over has nothing to say.
+    assert all(said in text for text in found[: 1 if "ended" in said else 2]), found
 
 
 def _calm() -> None:

@@ -1,8 +1,7 @@
 """Autocast around the step, under splits and replicas: what autocast on one device computes.
 
 Sums over shards round in bfloat16 where one device sums in float32, so equality is measured by what
-autocast itself changes: layouts may differ by no more than twice what bfloat16 differs from
-float32 by.
+autocast itself changes: layouts may differ by twice the distance of bfloat16 from float32.
 """
 
 from __future__ import annotations

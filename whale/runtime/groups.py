@@ -252,7 +252,8 @@ class Groups:
     def close(self) -> None:
         """Destroys the groups; collectives by these names are errors afterwards."""
         for name in [n for n in _open if n.startswith(f"{self.prefix}/")]:
-            del _open[name]
+            # Whoever still holds the communicator must not hold its connections.
+            _open.pop(name).group = None
         if dist.is_initialized():
             for group in self._created:
                 dist.destroy_process_group(group)

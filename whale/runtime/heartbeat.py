@@ -69,6 +69,7 @@ class Heartbeat:
         self.call, self.doing, self.state, self.moved = 0, "parallelize", "out", time.time()
         self.error: str | None = None
         self.fatal = False
+        self.host: dist.Store | None = None
         self._seen: dict[int, tuple[float, float]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="whale-heartbeat", daemon=True)
@@ -260,4 +261,6 @@ def start(rank: int, num_ranks: int, timeout: timedelta) -> Heartbeat | None:
         return None
     beat = Heartbeat(own_store(), rank, num_ranks, timeout.total_seconds(), serial=next(_serial))
     beat.fatal = dist.get_backend() == "nccl"
+    # Where a rank hosts the store, it must outlive the process group that it came with.
+    beat.host = dist.distributed_c10d._get_default_store()
     return beat
