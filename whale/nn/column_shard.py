@@ -127,6 +127,8 @@ def changes(name: str, kwargs: Any) -> bool:
         or kwargs.get("inplace") is True
         or kwargs.get("out") is not None
     )
+
+
 WHOLE[ColumnShard] = ColumnShard.full
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from whale.errors import PlanError
+from whale.runtime import recompute
 from whale.runtime.compat import in_transform
 from whale.runtime.context import step_backward
-from whale.runtime import recompute
 
 
 class WeightQueue:

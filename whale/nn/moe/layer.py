@@ -23,8 +23,8 @@ from whale.nn.moe import router as routing
 from whale.nn.moe.experts import ACTIVATIONS, expert_ffn, moe_ffn
 from whale.nn.moe.router import ROUTERS, Alone, Meeting, Routed
 from whale.runtime.compat import in_backward
-from whale.runtime.recompute import install, remember, rerunning
 from whale.runtime.means import same_for_all
+from whale.runtime.recompute import install, remember, rerunning
 
 BALANCES = ("bias", "loss", "none")
 
