@@ -16,8 +16,9 @@ from torch import nn
 
 from whale.engine.capture import Captured
 from whale.engine.examples import Example, TensorShape
-from whale.engine.program import tensors_in
+from whale.engine.program import tensors_in, tree_map
 from whale.engine.stillness import Still, as_before
+from whale.engine.trace import is_cache
 from whale.ir.plan import Plan, TaskGraphPlan
 from whale.nn.moe.stacked import matrices
 from whale.runtime import batch as batches
@@ -145,7 +146,9 @@ def _calls(
 
     def look(path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.setdefault(path, (args, kwargs))
+            # A key-value cache keeps what it saw: a second run would go on from there.
+            bare = tree_map((args, kwargs), lambda leaf: None if is_cache(leaf) else leaf)
+            calls.setdefault(path, bare)
 
         return hook
 

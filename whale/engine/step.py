@@ -184,12 +184,15 @@ class Step:
         finally:
             beat.leave()
 
-    def _run(self, taken: Taken, actions: Sequence[Action], *args: Any) -> Totals:
-        """The actions on a batch, by the stages that were traced for its kind."""
-        executor = self._lowered.executor
+    def _prepare(self, taken: Taken) -> None:
+        """Puts the stages in place that were traced for batches of this kind."""
         variant = self._variants.of(taken.batch, taken.signature)
         if variant is not None:
-            executor.use(variant.stages, variant.program.specs, variant.origins)
+            self._lowered.executor.use(variant.stages, variant.program.specs, variant.origins)
+
+    def _run(self, taken: Taken, actions: Sequence[Action], *args: Any) -> Totals:
+        """The actions on a batch."""
+        executor = self._lowered.executor
         around = autocast(self._lowered.device, taken.signature.autocast)
         executor.around = around if self._branches is None else self._branches.around(around)
         totals = executor.run(taken.batch, actions, *args)
@@ -232,6 +235,7 @@ class Step:
         clock.begin_step()
         lowered.grads.zero()
         sums = GlobalSums(self.plan.num_ranks, lowered.device)
+        self._prepare(taken)
         with self._outsiders.watching(lowered.executor):
             totals = self._run(taken, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
@@ -283,6 +287,7 @@ class Step:
         # Draws of an evaluation are its own, whatever was trained or loaded before.
         lowered.context.step = -1 - self.num_steps
         try:
+            self._prepare(taken)
             with torch.no_grad():
                 totals = self._run(taken, self._forward_actions, None)
         finally:
