@@ -8,6 +8,7 @@ ModelGraph and a Plan.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -160,6 +161,8 @@ def parallelize(
         if settings.check_splits
         else None,
     )
+    for note in lowered.notes:
+        logging.getLogger("whale").info(note)
     group = _group_of(plan, rank)
     return Step(
         model,

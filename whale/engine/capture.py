@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +111,12 @@ def _run(
     rows: int,
     split_layers: set[str],
     traced: bool,
+    evaluates: bool = False,
 ) -> Run:
     with fake_mode():
         fake, names, values = _fake_copy(model)
+        if evaluates:
+            fake.eval()
         mark_hooks(fake)
         give_shapes(fake)
         inputs = _fake_batch(batch, rows)
@@ -139,13 +143,17 @@ def _run(
             )
         with counter, readers, readers.functions(), torch.enable_grad():
             if traced:
-                with tracer, tracer.functions():
+                with (
+                    tracer,
+                    tracer.functions(),
+                    suppress(Exception) if evaluates else nullcontext(),
+                ):
                     out = batches.call_model(fake, loss, inputs)
-                run.result = {
-                    name: tree_map(value, lambda leaf: _result_ref(tracer, leaf))
-                    for name, value in out.items()
-                }
-                run.program = tracer.program
+                    run.result = {
+                        name: tree_map(value, lambda leaf: _result_ref(tracer, leaf))
+                        for name, value in out.items()
+                    }
+                    run.program = tracer.program
             else:
                 tracer.paused = 1
                 out = batches.call_model(fake, loss, inputs)
@@ -275,12 +283,13 @@ def capture(model: nn.Module, batch: Any, loss: batches.Loss | None) -> Captured
             "parallelism does not",
         )
         first, second = _untraced(model, batch, loss, split_layers, refusal)
+    evaluated = _evaluated(model, batch, loss, considered) if considered else None
     examples = {
         path: example
         for path, call in first.examples.items()
         if path in second.examples and (example := example_of(call, second.examples[path], ROWS))
     }
-    graph = graph_of(model, layers, tags, first, second, program, examples, ROWS)
+    graph = graph_of(model, layers, tags, first, second, program, examples, ROWS, evaluated)
     return Captured(
         graph=graph,
         program=program,
@@ -330,6 +339,13 @@ def _random_calls(
         numbers[a.layer] = number + 1
         found[a.layer, number] = changed(a.shape, b.shape)
     return found
+
+
+def _evaluated(
+    model: nn.Module, batch: Any, loss: batches.Loss | None, split_layers: set[str]
+) -> Run:
+    """A run in evaluation, whose code may be another; up to where it does not run on fakes."""
+    return _run(model, batch, loss, ROWS[0], split_layers, True, evaluates=True)
 
 
 def _untraced(

@@ -76,8 +76,9 @@ def graph_of(
     program: Program | None,
     examples: dict[str, Example],
     rows: tuple[int, int],
+    evaluated: Run | None = None,
 ) -> ModelGraph:
-    """The ModelGraph from two runs with different numbers of rows."""
+    """The ModelGraph from two runs with different numbers of rows, and maybe one in evaluation."""
     order = first.order + [path for path in layers if path not in first.order]
     groups = _taskgraphs(order, tags)
     by_name = dict(model.named_parameters())
@@ -89,6 +90,8 @@ def graph_of(
     for path in order:
         offers = Offers(path=path, options=first.options.get(path, ()), layers=held)
         options, whole = offers.without_readers(first.reads)
+        if evaluated is not None and path in evaluated.options:
+            options, whole = _in_both(offers, options, whole, evaluated)
         meets = meets_of(layers[path], path, first)
         found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
         shapes = example.shapes if (example := examples.get(path)) is not None else []
@@ -97,7 +100,7 @@ def graph_of(
             return replace(
                 without_unread(option, path, program, first.result),
                 dims=_batch_dims(option, first, second),
-                joined=joined(option, path, program, layers, rows[0]),
+                joined=_joined(option, path, program, layers, rows[0], evaluated),
                 meets_before=_meets_before(option, list(meets), first),
                 copies=_copies(option, first),
                 read=_nbytes(option, 0, by_name, first, second, rows),
@@ -134,6 +137,40 @@ def graph_of(
         ),
         nodes=_nodes(program, index, by_id_names=set(by_id.values())) if program else (),
     )
+
+
+def _in_both(
+    offers: Offers, options: tuple[SplitOption, ...], whole: tuple[str, ...], evaluated: Run
+) -> tuple[tuple[SplitOption, ...], tuple[str, ...]]:
+    """The options that the code of evaluation allows too."""
+    there, why = replace(offers, options=evaluated.options[offers.path]).without_readers(
+        evaluated.reads
+    )
+    allowed = {(o.rule, o.path, o.params) for o in there}
+    kept = tuple(o for o in options if (o.rule, o.path, o.params) in allowed)
+    lost = tuple(
+        f"{o.path} is not split by {o.unit}: in evaluation its code is another"
+        for o in options
+        if o not in kept and not why
+    )
+    return kept, tuple(dict.fromkeys((*whole, *why, *lost)))
+
+
+def _joined(
+    option: SplitOption,
+    path: str,
+    program: Program | None,
+    layers: dict[str, nn.Module],
+    rows: int,
+    evaluated: Run | None,
+) -> str:
+    """What becomes of its output, where training and evaluation agree."""
+    found = joined(option, path, program, layers, rows)
+    if found != "loss" or evaluated is None:
+        return found
+    same = next((o for o in evaluated.options.get(path, ()) if o.path == option.path), None)
+    there = same and joined(same, path, evaluated.program, layers, rows)
+    return "loss" if there == "loss" else "gather"
 
 
 def meets_of(layer: nn.Module, path: str, run: Run) -> dict[str, str]:

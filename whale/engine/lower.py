@@ -22,7 +22,7 @@ from whale.engine.rules import install
 from whale.engine.stages import CutStage, WholeStage, cut
 from whale.engine.weights import local_copy
 from whale.errors import PlanError
-from whale.ir.check import check_order
+from whale.ir.check import check_offers, check_order
 from whale.ir.homes import rank_buckets, sum_groups
 from whale.ir.levels import level_groups
 from whale.ir.model_graph import assign_stages
@@ -88,6 +88,7 @@ def lower(
             hint="make a plan for this model: wh.plan(model, ...)",
         )
     check_order(plan, captured.graph)
+    check_offers(plan, captured.graph)
     context = StepContext(seed=seed)
     communication = communication or CommunicationConfig()
     groups = Groups(plan, rank, timeout, symmetric=communication.symmetric_memory)

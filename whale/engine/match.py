@@ -31,7 +31,7 @@ from whale.errors import CaptureError
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
 from whale.nn.attention import supported
-from whale.nn.forwards import has_hooks, replace_forward, runs
+from whale.nn.forwards import has_hooks, has_own_call, replace_forward, runs
 from whale.nn.moe.layer import MoE
 from whale.nn.sharded import features, holds, is_conv, is_linear, linear_dims
 
@@ -144,7 +144,7 @@ def _lone(option: SplitOption, inside: Inside) -> SplitOption:
 
 def _user_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:
     for path, module in modules.items():
-        rule = user_rule(module)
+        rule = user_rule(module) if not has_own_call(module) else None
         cut = rule.match(module) if rule else None
         if rule and cut:
             own = dict(module.named_parameters(recurse=False))

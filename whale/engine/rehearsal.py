@@ -20,37 +20,19 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.engine.capture import Captured
-from whale.engine.examples import Example, TensorShape
 from whale.engine.program import tensors_in
+from whale.engine.rehearsal_trials import Trial, find_trials
 from whale.engine.stillness import Still, as_before
 from whale.engine.weights import take
 from whale.errors import PlanError
 from whale.ir.plan import Plan, TaskGraphPlan
 from whale.ir.sharding import Piece
 from whale.nn.column_shard import plain
-from whale.nn.moe.stacked import matrices
 from whale.runtime import batch as batches
 from whale.runtime.context import StepContext
 
-LARGEST = 1 << 30
-"""Bytes of a Layer that is still tried."""
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-3}
 _COARSE = 8e-2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """A module to run both ways, and the arguments of all rows."""
-
-    path: str
-    taskgraph: TaskGraphPlan
-    rules: str
-    rows: int
-    args: Any
-    kwargs: Any
-    shapes: list[TensorShape]
-    unread: frozenset[int] = frozenset()
-    """Outputs that nothing reads, of which a rank may have a part."""
 
 
 @dataclass(slots=True)
@@ -83,7 +65,7 @@ def rehearse(
     if not any(t.splits for t in plan.taskgraphs):
         return []
     notes: list[str] = []
-    trials = _trials(model, plan, captured, batch, loss, device, notes)
+    trials = find_trials(model, plan, captured, batch, loss, device, notes)
     found: dict[int, Verdict] = {}
     modules = dict(local.named_modules(remove_duplicate=False))
     names = {id(p): name for name, p in model.named_parameters()}
@@ -130,175 +112,6 @@ class _Share:
         return len(stage.replicas[stage.position(self.rank)[0]].ranks)
 
 
-# ---- what is tried -------------------------------------------------------------------------------
-
-
-def _trials(
-    model: nn.Module,
-    plan: Plan,
-    captured: Captured,
-    batch: Any,
-    loss: batches.Loss | None,
-    device: torch.device,
-    notes: list[str],
-) -> list[Trial]:
-    wanted: dict[str, tuple[TaskGraphPlan, str]] = {}
-    kinds: set[Any] = set()
-    signatures = {layer.path: layer.signature for layer in captured.graph.layers}
-    for taskgraph in plan.taskgraphs:
-        for path in taskgraph.layers:
-            inside = [s for s in taskgraph.splits if _within(s.path, path)]
-            rules = [(s.rule, s.path[len(path) :], s.cuts, s.per_node) for s in inside]
-            kind = (taskgraph.virtual_device, signatures[path], tuple(rules))
-            if inside and kind not in kinds:
-                kinds.add(kind)
-                wanted[path] = taskgraph, ", ".join(f"{s.path} by {s.unit}" for s in inside)
-    replicas = max(len(s.virtual_device.replicas) for s in plan.stages)
-    rows = min(batches.num_rows(batch), 2 * replicas + 1)
-    calls = _calls(model, set(wanted), batch, loss, rows, notes)
-    trials = []
-    for path, (taskgraph, how) in wanted.items():
-        layer, example = model.get_submodule(path), captured.examples.get(path)
-        why = _not_tried(layer, path, example, calls, rows, plan, taskgraph)
-        if why:
-            notes.append(f"{path} was not tried beside the whole module: {why}")
-        elif example is not None:
-            args, kwargs = calls[path]
-            trials.append(
-                Trial(
-                    path=path,
-                    taskgraph=taskgraph,
-                    rules=how,
-                    rows=rows,
-                    args=args,
-                    kwargs=kwargs,
-                    shapes=example.shapes,
-                    unread=_unread(path, taskgraph),
-                )
-            )
-        trials += [] if why else _stacked_trials(model, path, taskgraph, device)
-    return trials
-
-
-def _unread(path: str, taskgraph: TaskGraphPlan) -> frozenset[int]:
-    marks = [m for s in taskgraph.splits if _within(s.path, path) for m in s.marks]
-    return frozenset(int(where) for what, where in marks if what == "unread")
-
-
-def _within(path: str, layer: str) -> bool:
-    return path == layer or path.startswith(f"{layer}.") or not layer
-
-
-def _not_tried(
-    layer: nn.Module,
-    path: str,
-    example: Example | None,
-    calls: dict[str, Any],
-    rows: int,
-    plan: Plan,
-    taskgraph: TaskGraphPlan,
-) -> str:
-    state = [*layer.parameters(), *layer.buffers()]
-    if any(t.is_meta for t in state):
-        return "it has no values yet"
-    size = sum(t.numel() * t.element_size() for t in state)
-    if size > LARGEST:
-        return f"it holds {size / 1e9:.1f} GB"
-    if path not in calls or example is None:
-        return "no call of it was seen"
-    tensors = tensors_in(calls[path])
-    if len(tensors) != len(example.shapes) or any(
-        s.batch_dim is not None
-        and (t.dim() <= s.batch_dim or t.shape[s.batch_dim] != rows * s.shape[s.batch_dim])
-        for t, s in zip(tensors, example.shapes, strict=False)
-    ):
-        return "its arguments are not those of the trace"
-    device = plan.stages[taskgraph.stage].virtual_device
-    points = device.row_cuts(rows)
-    if any(a == b for a, b in zip(points, points[1:], strict=False)):
-        return f"{rows} rows are too few for {len(device.replicas)} replicas"
-    return ""
-
-
-def _calls(
-    model: nn.Module,
-    paths: set[str],
-    batch: Any,
-    loss: batches.Loss | None,
-    rows: int,
-    notes: list[str],
-) -> dict[str, tuple[Any, Any]]:
-    """What the user's model gives these Layers for a few rows of the batch."""
-    if any(t.is_meta for t in (*model.parameters(), *batches.leaves(batch))):
-        return {}
-    calls: dict[str, tuple[Any, Any]] = {}
-    handles = []
-
-    def look(path: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.setdefault(path, (args, kwargs))
-
-        return hook
-
-    where = next((p.device for p in model.parameters()), torch.device("cpu"))
-    try:
-        with as_before(model), Still(), torch.no_grad():
-            for path in sorted(paths):
-                module = model.get_submodule(path)
-                handles.append(module.register_forward_pre_hook(look(path), with_kwargs=True))
-            batches.call_model(model, loss, batches.spread_rows(batch, rows, where))
-    except Exception as error:  # noqa: BLE001 - the first step will say it better
-        notes.append(f"the model did not run on {rows} rows: {type(error).__name__}: {error}"[:200])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-def _stacked_trials(
-    model: nn.Module, path: str, taskgraph: TaskGraphPlan, device: torch.device
-) -> list[Trial]:
-    """Stacked experts alone, with choices and weights that tell all of them apart."""
-    trials = []
-    for split in taskgraph.splits:
-        if split.rule != "stacked experts" or not _within(split.path, path):
-            continue
-        module = model.get_submodule(split.path)
-        found = matrices(module)
-        assert found is not None, split.path
-        w_in, _ = found
-        count, width = w_in.shape[:2]
-        generator = torch.Generator().manual_seed(count)
-        rows = 4 * count
-        tokens = torch.randn(rows, width, generator=generator, dtype=torch.float64)
-        choices = min(2, count)
-        first = torch.arange(rows) % count
-        step = 1 + torch.arange(rows) // count % max(1, count - 1)
-        ids = torch.stack([(first + j * step) % count for j in range(choices)], 1)
-        gates = torch.rand(rows, choices, generator=generator, dtype=torch.float64) + 0.1
-        if not any(p.dim() == 3 for p in module.parameters()):
-            tokens = tokens.unsqueeze(1)  # experts in one dim with their rows (DBRX) read a batch
-        args = (tokens.to(w_in.dtype), ids, gates.to(w_in.dtype))
-        shapes = [
-            TensorShape(
-                shape=(1, *a.shape[1:]), batch_dim=0, dtype=a.dtype, requires_grad=a is not ids
-            )
-            for a in args
-        ]
-        trials.append(
-            Trial(
-                path=split.path,
-                taskgraph=taskgraph,
-                rules=f"{split.path} by {split.unit}",
-                rows=rows,
-                args=args,
-                kwargs={},
-                shapes=shapes,
-            )
-        )
-    return trials
-
-
 # ---- one trial -----------------------------------------------------------------------------------
 
 
@@ -340,11 +153,12 @@ def _run(
     still = Still()
     with still:
         outputs = [plain(t) for t in tensors_in(module(*args, **kwargs))]
-        pairs = [
-            (out, cot)
-            for out, cot in zip(outputs, cotangents(outputs), strict=True)
-            if cot is not None and out.requires_grad
-        ]
+    pairs = [
+        (out, cotangent)
+        for out, cotangent in zip(outputs, cotangents(outputs), strict=True)
+        if cotangent is not None and out.requires_grad
+    ]
+    with still:  # a backward may compute a forward anew
         if pairs:
             torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
     return _Ran(outputs, inputs, still.drew)
