@@ -56,12 +56,15 @@ def check_order(plan: Plan, graph: ModelGraph) -> None:
 def check_offers(plan: Plan, graph: ModelGraph) -> None:
     """Refuses splits that the model's code does not allow, whoever wrote the plan."""
     offered = {
-        (o.rule, o.path): (o.joined, dict(o.params)) for layer in graph.layers for o in layer.splits
+        (o.rule, o.path): (o.joined, dict(o.params), o.marks)
+        for layer in graph.layers
+        for option in layer.splits
+        for o in (option, *option.instead)
     }
     for taskgraph in plan.taskgraphs:
         for split in taskgraph.splits:
             found = offered.get((split.rule, split.path))
-            if found == (split.joined, dict(split.params)):
+            if found == (split.joined, dict(split.params), split.marks):
                 continue
             why = [line for layer in graph.layers for line in layer.whole if split.path in line]
             raise PlanError(
