@@ -150,7 +150,9 @@ def parallelize(
     changes = find_changes(model, batch, loss, captured.changes, plan)
     refuse_by_rows(plan, changes)
     refuse_across_stages(plan, model, captured)
-    trial = check_parts(model, batch, loss, plan) if settings.check_parts else None
+    trial = None
+    if settings.check_parts:
+        trial = check_parts(model, batch, loss, plan, captured.random.dims)
     check_backwards(model, batch, loss, plan)
     names = frozenset(outputs or ())
     lowered = lower(

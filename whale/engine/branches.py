@@ -122,8 +122,8 @@ class Branches:
         dist.all_gather_object(everywhere, (here, reads))
         if not all(whole for whole, _ in everywhere):
             raise self._error([r for _, r in everywhere], "; wh.shard gave no rank all rows to try")
-        if any(p.meets for p in self.lowered.parts.values()):
-            said = "; replicas wait for each other in the loss, so that it cannot be tried apart"
+        if any(p.joins for p in self.lowered.parts.values()):
+            said = "; replicas tell each other their counts, so that it cannot be tried apart"
             raise self._error([r for _, r in everywhere], said)
         _, shard = device.position(self.rank)
         part = self._numbers(batch, low + start, low + end, around)

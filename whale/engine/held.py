@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from whale.nn.moe.layer import MoE
 from whale.runtime import generators
+from whale.runtime.recompute import RerunMode
 
 MOST_COPIED = 100_000_000
 """Parameters of the largest model that is copied to float64 for a trial."""
@@ -78,22 +78,24 @@ def _experts(module: MoE) -> dict[str, Any]:
     return {"capacity_factor": None, "router_kind": kind, "_loss": loss}
 
 
-class Quiet(TorchFunctionMode):
-    """Random functions give constants, dropout gives its input.
+class Quiet(RerunMode):
+    """Watches precision; with `draws`, random functions give constants, dropout its input.
 
     Attributes:
         narrow: Whether anything was computed in less than float64.
         half: Whether in less than float32.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws: bool) -> None:
         super().__init__()
+        self.draws = draws
         self.narrow = self.half = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out = self._quiet(func, args, dict(kwargs or {}))
+        given = dict(kwargs or {})
+        out = self._quiet(func, args, given) if self.draws else func(*args, **given)
         if isinstance(out, Tensor) and out.is_floating_point() and out.dtype != torch.float64:
             self.narrow = True
             self.half = self.half or out.dtype != torch.float32

@@ -45,10 +45,9 @@ class LossParts:
     router: Compute | None = None
 
     @property
-    def meets(self) -> bool:
-        """Whether replicas wait for each other in it."""
-        joins = self.weighing is not None and self.weighing.joins
-        return self.router is not None or (joins and self.group is not None)
+    def joins(self) -> bool:
+        """Whether replicas tell each other their counts in it."""
+        return self.weighing is not None and self.weighing.joins and self.group is not None
 
     @contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:

@@ -106,10 +106,12 @@ def lower(
     modules = dict(local.named_modules(remove_duplicate=False))
     names = CallNames(context)
     shards = _install_splits(plan, rank, modules, groups, context, names, captured)
-    _install_couriers(plan, rank, modules, groups, DTYPES[communication.token_dtype])
+    _install_couriers(plan, rank, modules, groups, None)
     own_norms = _install_norms(plan, rank, local, groups)
     _install_meetings(plan, rank, local, groups)
     notes = rehearsal(local, pieces, context) if rehearsal is not None else []
+    # Only now: what half precision rounds on the way is no fault of a split.
+    _install_couriers(plan, rank, modules, groups, DTYPES[communication.token_dtype])
     surroundings = install_randomness(local, plan, captured, names, shards)
     queue = _install_deferral(plan, local)
     parts = loss_parts(

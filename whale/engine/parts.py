@@ -9,8 +9,8 @@ batches with holes are tried beside the real one (`engine.holes`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,10 @@ from whale.engine.held import MOST_COPIED, Quiet, held, noisy_copy, undisturbed
 from whale.engine.holes import with_holes
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
+from whale.nn.randomness import BatchDims, PlainDraws
 from whale.nn.router_losses import computed_by, has_router_losses, leaves
 from whale.runtime import batch as batches
+from whale.runtime import generators
 from whale.runtime.weighing import MeanTracker, Trial, Weighed, Weighing
 
 # Rows tried, spread over the batch: the first ones alone may look alike where others differ.
@@ -43,9 +45,17 @@ _HINT = (
 )
 
 
-def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None, plan: Plan) -> Trial:
+def check_parts(
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    plan: Plan,
+    dims: BatchDims | None = None,
+) -> Trial:
     """Compares the loss and the gradients of a few rows with those of the same rows in two parts.
 
+    What the model draws is the same for the same rows; `dims` say where they are in each draw.
+    Without, draws are constants.
     Nothing is tried where one replica computes all rows of a step at once, nor on the meta device,
     where there are no values yet.
     """
@@ -67,7 +77,7 @@ def check_parts(model: nn.Module, batch: Any, loss: batches.Loss | None, plan: P
     error: Exception | None = None
     for dtype in dict.fromkeys(dtypes):
         try:
-            trial = Rows(model, loss, few, dtype, copied=copied).trial(large=large)
+            trial = Rows(model, loss, few, dtype, copied=copied, dims=dims).trial(large=large)
         except WhaleError:
             raise
         except Exception as found:  # noqa: BLE001 - a user's code in a dtype it was not made for
@@ -106,6 +116,7 @@ class Rows:
         *,
         copied: bool,
         training: bool = True,
+        dims: BatchDims | None = None,
     ) -> None:
         self.dtype, self.training = dtype, training
         self.original = model
@@ -117,16 +128,41 @@ class Rows:
         # One row and the others; and halves, of which neither is easily without weight.
         self.cuts = tuple(dict.fromkeys((1, self.rows // 2)))
         self.held = _Calls([], [])
-        self.quiet = Quiet()
+        self.dims = dims
+        self.quiet = Quiet(draws=dims is None)
+        self.draws: PlainDraws | None = None
+
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        """Around all runs, and their backwards: parts of a forward may be recomputed there."""
+        with (
+            held(self.model, training=self.training),
+            undisturbed(self.model, self.dtype),
+            self.quiet,
+            ExitStack() as stack,
+        ):
+            if self.dims is not None:
+                self.draws = PlainDraws(self.model, self.dims, 0)
+                self.draws.draws.lenient = True
+                stack.callback(self.draws.close)
+            yield
 
     def trial(self, *, large: bool = False) -> Trial:
         """Tries the rows as they are, then with holes; `large`: not in all ways."""
-        whole = self._plain(self.few)
+        with self._still():
+            whole = self._plain(self.few)
         if not bool(torch.isfinite(whole[0])) and self.model is not self.original:
             self.model = copy.deepcopy(self.original).to(self.dtype)  # as it is, without noise
-            whole = self._plain(self.few)
-        if not bool(torch.isfinite(whole[0])):
+            with self._still():
+                whole = self._plain(self.few)
+        unplaced = self.draws is not None and bool(self.draws.draws.unplaced)
+        # Draws of which it cannot be told whose row they are for: replicas are refused later.
+        if not bool(torch.isfinite(whole[0])) or unplaced:
             return Trial(router_losses=bool(self.held.values))
+        with self._still():
+            return self._trial(whole, large=large)
+
+    def _trial(self, whole: tuple[Tensor, list[Tensor | None]], *, large: bool) -> Trial:
         try:
             weighing = self._classified()
             self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts, whole)
@@ -152,11 +188,17 @@ class Rows:
 
     def again(self, weighing: Weighing) -> None:
         """Tries the rows as they are, weighed as an earlier trial found."""
+        with self._still():
+            self._again(weighing)
+
+    def _again(self, weighing: Weighing) -> None:
         try:
             whole = self._plain(self.few)
             rows = batches.num_rows(self.few)
             tracker, value = self._tracked(self.few, rows)
         except Exception:  # noqa: BLE001 - the step itself says what is wrong
+            return
+        if self.draws is not None and self.draws.draws.unplaced:
             return
         same = len(tracker.divisors(value) or ()) == len(weighing.divisors)
         if same and not self.held.values and bool(torch.isfinite(whole[0])):
@@ -166,7 +208,8 @@ class Rows:
         """Numbers that the loss is divided by: the same for all parts, or counts?"""
         found = []
         for low, high in ((0, self.rows), (0, 1), (1, self.rows)):
-            tracker, value = self._tracked(batches.take_rows(self.few, low, high), high - low)
+            part = batches.take_rows(self.few, low, high)
+            tracker, value = self._tracked(part, high - low, first=low)
             found.append((tracker, value, tracker.divisors(value)))
         whole, first, second = (divisors for _, _, divisors in found)
         if whole is None and first is None and second is None:
@@ -255,10 +298,11 @@ class Rows:
             return counts[0] + counts[1]
 
         calls: list[_Calls] = []
-        ran = []
+        ran, first = [], 0
         for part in taken:
             rows = batches.num_rows(part)
-            ran.append((*self._tracked(part, rows, calls), rows / self.rows))
+            ran.append((*self._tracked(part, rows, calls, first=first), rows / self.rows))
+            first += rows
         self._check_gathered(calls)
         if weighing is not None and weighing.joins:
             for tracker, value, share in ran:
@@ -278,14 +322,14 @@ class Rows:
             self.held.values.append(value)
             return value
 
-        value = self._run(batch, None, hold)
+        value = self._run(batch, None, hold, 0, self.rows)
         gradients: list[Tensor | None] = []
         if self.gradients and value.requires_grad:
             gradients = self._gradients(value)
         return value.detach(), gradients
 
     def _tracked(
-        self, batch: Any, rows: int, calls: list[_Calls] | None = None
+        self, batch: Any, rows: int, calls: list[_Calls] | None = None, *, first: int = 0
     ) -> tuple[MeanTracker, Tensor]:
         mine = _Calls([], [])
 
@@ -298,12 +342,14 @@ class Rows:
             return value.detach() if isinstance(value, Tensor) else value
 
         tracker = MeanTracker(rows)
-        value = self._run(batch, tracker, replay)
+        value = self._run(batch, tracker, replay, first, rows)
         if calls is not None:
             calls.append(mine)
         return tracker, value
 
-    def _run(self, batch: Any, tracker: MeanTracker | None, router: Any) -> Tensor:
+    def _run(
+        self, batch: Any, tracker: MeanTracker | None, router: Any, first: int, rows: int
+    ) -> Tensor:
         loss = self.loss
         mode = tracker or nullcontext()
 
@@ -312,12 +358,15 @@ class Rows:
             with mode:
                 return loss(output, target)
 
+        place: AbstractContextManager[None] = nullcontext()
+        if self.draws is not None:
+            place = self.draws.at(step=0, first_row=first, rows=rows, micro_rows=self.rows)
         with (
-            held(self.model, training=self.training),
             undisturbed(self.model, self.dtype),
+            generators.seeded(0),
             torch.set_grad_enabled(self.gradients),
             computed_by(self.model, router),
-            self.quiet,
+            place,
         ):
             if loss is None:
                 with mode:
@@ -328,8 +377,13 @@ class Rows:
         return value
 
     def _gradients(self, value: Tensor) -> list[Tensor | None]:
+        # Not `autograd.grad`, which a reentrant checkpoint does not take part in.
         wanted = [p for p in self.model.parameters() if p.requires_grad]
-        return list(torch.autograd.grad(value, wanted, allow_unused=True)) if wanted else []
+        torch.autograd.backward(value)
+        found = [p.grad for p in wanted]
+        for parameter in wanted:
+            parameter.grad = None
+        return found
 
     def _check_gathered(self, calls: list[_Calls]) -> None:
         """Router losses: is what the parts are computed from, put together, that of the whole?"""

@@ -18,6 +18,7 @@ from whale.engine.parts import Rows
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.virtual_device import micro_batch_cuts
+from whale.nn.randomness import BatchDims
 from whale.runtime import batch as batches
 from whale.runtime.weighing import Weighing
 
@@ -34,6 +35,7 @@ class Recheck:
     rank: int
     weighing: Weighing
     device: torch.device
+    dims: BatchDims
 
     def before(self, step: int, batch: Any) -> None:
         """Raises where this step's rows show that the loss is not weighed as it should be."""
@@ -43,7 +45,9 @@ class Recheck:
         if few is None:
             return
         kind = next((p.dtype for p in self.model.parameters()), torch.float32)
-        rows = Rows(self.model, self.loss, few, kind, copied=False, training=False)
+        rows = Rows(
+            self.model, self.loss, few, kind, copied=False, training=False, dims=self.dims
+        )
         try:
             rows.again(self.weighing)
         except WhaleError as error:
@@ -68,10 +72,19 @@ def recheck(
     rank: int,
     weighing: Weighing | None,
     device: torch.device,
+    dims: BatchDims,
 ) -> Recheck | None:
     """What Step calls; None where a rank cannot compute a loss by itself, or need not."""
     alone = len(plan.stages) == 1 and not any(t.splits for t in plan.taskgraphs)
     meets = any(any(layer.meets) for stage in plan.stages for layer in stage.layers)
     if weighing is None or weighing.joins or not alone or meets or not plan.stages_of(rank):
         return None
-    return Recheck(model=model, loss=loss, plan=plan, rank=rank, weighing=weighing, device=device)
+    return Recheck(
+        model=model,
+        loss=loss,
+        plan=plan,
+        rank=rank,
+        weighing=weighing,
+        device=device,
+        dims=dims,
+    )

@@ -127,7 +127,8 @@ class Step:
         self._variants.built(self._intake.signature(batch))
         self._gatherer = Gatherer(model, plan, lowered, rank)
         weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)
-        self._recheck = recheck(lowered.model, loss, plan, rank, weighing, lowered.device)
+        dims = lowered.surroundings.draws.dims
+        self._recheck = recheck(lowered.model, loss, plan, rank, weighing, lowered.device, dims)
         apart = frozenset(norms_of_own_rows(plan, model))
         held = held_tensors(plan, lowered.model, apart)
         self._guard = Guard(held, rank, plan.num_ranks, lowered.device)
@@ -256,7 +257,8 @@ class Step:
         self.optimizer.step()
         clock.end_step()
         self.num_steps += 1
-        self._drift.check(self.num_steps)
+        if self._config.guard:
+            self._drift.check(self.num_steps)
         if self._config.guard and self.num_steps % self._config.guard == 0:
             buffers = dict(lowered.model.named_buffers())
             self._guard.check({**buffers, **lowered.params}, self.num_steps)

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from whale.runtime.recompute import RerunMode
 from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
 
 _DROPOUTS = frozenset(
     "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_dropout "
@@ -31,7 +32,7 @@ _DRAWS = frozenset(
 )
 
 
-class Still(TorchFunctionMode):
+class Still(RerunMode):
     """Nothing is dropped; `drew` says whether other random numbers were drawn."""
 
     def __init__(self) -> None:
