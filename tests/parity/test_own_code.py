@@ -15,7 +15,7 @@ from tests.parity.layouts import LayerPaths
 from tests.parity.names import layout_named
 from tests.ranks import run_ranks
 
-ROWS, STEPS = 5, 2
+ROWS, STEPS = 8, 2
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -83,6 +83,9 @@ def _check(found: list[dict[str, str | float]], layout: str) -> None:
             if name == "hook-logits" and "pipeline" in layout:
                 # A hook in the glue between stages: the record of it would lose the hook.
                 assert "register_hook" in str(result)
+                continue
+            if name == "penalty" and "head" in layout:
+                assert "reads its head.weight" in str(result)
                 continue
             assert isinstance(result, float) and result < 1e-9, (rank, name, result)
 

@@ -59,7 +59,8 @@ def choose_splits(
     if width == 1:
         return ()
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
-    rejected += [line for index in taskgraph.layers for line in graph.layers[index].whole]
+    whole = [line for index in taskgraph.layers for line in graph.layers[index].whole]
+    rejected += whole
     options = [o for o in options if o.units >= width and (_has_rows(o) or not bridged)]
     # The other users of a tied weight (an embedding, most often) cut what are columns here.
     tied = {p.name for p in graph.parameters if p.aliases}
@@ -72,7 +73,8 @@ def choose_splits(
     if not options:
         raise AnnotationError(
             f"nothing in TaskGraph {taskgraph.name} can be split over {width} devices "
-            f"(Layers: {', '.join(graph.layers[i].kind for i in taskgraph.layers)})",
+            f"(Layers: {', '.join(graph.layers[i].kind for i in taskgraph.layers)})"
+            + (f"; {whole[0]}" if whole else ""),
             hint="use `replicate` for it, split a part with Linear, attention, embedding or "
             "convolution modules, or "
             "register a rule (wh.register_rule)",
