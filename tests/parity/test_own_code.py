@@ -15,7 +15,7 @@ from tests.parity.layouts import LayerPaths
 from tests.parity.names import layout_named
 from tests.ranks import run_ranks
 
-ROWS, STEPS = 5, 2
+ROWS, STEPS = 8, 2
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -77,9 +77,16 @@ FEW = [
 LAYOUTS = ("one", "tensor-uneven", "data-uneven", "head-uneven", "data-tensor", "pipeline-tensor")
 
 
-def _check(found: list[dict[str, str | float]]) -> None:
+def _check(found: list[dict[str, str | float]], layout: str) -> None:
     for rank, results in enumerate(found):
         for name, result in results.items():
+            if name == "hook-logits" and "pipeline" in layout:
+                # A hook in the glue between stages: the record of it would lose the hook.
+                assert "register_hook" in str(result)
+                continue
+            if name == "penalty" and "head" in layout:
+                assert "reads its head.weight" in str(result)
+                continue
             assert isinstance(result, float) and result < 1e-9, (rank, name, result)
 
 
@@ -88,7 +95,7 @@ def test_own_code_is_exact(layout: str):
     count = layout_named(layout).num_ranks
     micro = layout_named(layout).config.get("pipeline.num_micro_batch", 1)
     names = [n for n in FEW if n != "counting" or micro == 1]
-    _check(run_ranks(count, _all, names, layout, "loss", timeout=100.0))
+    _check(run_ranks(count, _all, names, layout, "loss", timeout=100.0), layout)
 
 
 @pytest.mark.parametrize("layout", ["tensor-uneven", "head-uneven"])
@@ -212,10 +219,11 @@ def test_all_own_code_is_exact(layout: str):
     # One device would normalise each micro-batch by itself, and count each.
     own = ("own-batch-norm", "counting") if several else ()
     names = [n for n in own_code.SAMPLES if n not in own]
-    _check(run_ranks(count, _all, names, layout, "loss", timeout=300.0))
+    _check(run_ranks(count, _all, names, layout, "loss", timeout=300.0), layout)
 
 
 def test_an_own_cross_entropy_gets_whole_logits():
     for layout in ("tensor-uneven", "head-uneven"):
         count = layout_named(layout).num_ranks
-        _check(run_ranks(count, _all, ["plain", "set-logits", "function"], layout, "own_loss"))
+        names = ["plain", "set-logits", "function"]
+        _check(run_ranks(count, _all, names, layout, "own_loss"), layout)

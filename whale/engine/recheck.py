@@ -45,9 +45,7 @@ class Recheck:
         if few is None:
             return
         kind = next((p.dtype for p in self.model.parameters()), torch.float32)
-        rows = Rows(
-            self.model, self.loss, few, kind, copied=False, training=False, dims=self.dims
-        )
+        rows = Rows(self.model, self.loss, few, kind, copied=False, training=False, dims=self.dims)
         try:
             rows.again(self.weighing)
         except WhaleError as error:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from whale.runtime.recompute import RerunMode
-from torch.nn import functional as F  # noqa: N812
 
 _DROPOUTS = frozenset(
     "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_dropout "

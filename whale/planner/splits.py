@@ -67,7 +67,8 @@ def choose_splits(
     if width == 1:
         return ()
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
-    rejected += [line for index in taskgraph.layers for line in graph.layers[index].whole]
+    whole = [line for index in taskgraph.layers for line in graph.layers[index].whole]
+    rejected += whole
     options = [way for o in options for way in ((o,) if o.units >= width else o.instead)]
     options = [o for o in options if o.units >= width and (has_rows(o) or not bridged)]
     if bridged:
@@ -85,7 +86,8 @@ def choose_splits(
     if not options:
         raise AnnotationError(
             f"nothing in TaskGraph {taskgraph.name} can be split over {width} devices "
-            f"(Layers: {', '.join(graph.layers[i].kind for i in taskgraph.layers)})",
+            f"(Layers: {', '.join(graph.layers[i].kind for i in taskgraph.layers)})"
+            + (f"; {whole[0]}" if whole else ""),
             hint="use `replicate` for it, split a part with Linear, attention, embedding or "
             "convolution modules, or "
             "register a rule (wh.register_rule)",
