@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,6 +74,8 @@ class Lowered:
     surroundings: Surroundings
     program: Program | None
     """The glue as traced; None: it could not be, for it may read the values of the batch."""
+    result: dict[str, Any]
+    """The model's outputs by name, as values of the program."""
 
 
 def lower(
@@ -163,6 +166,7 @@ def lower(
         notes=notes,
         surroundings=surroundings,
         program=captured.program,
+        result=captured.result,
     )
 
 

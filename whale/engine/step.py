@@ -123,7 +123,7 @@ class Step:
         self._actions, self._forward_actions = actions, forward_actions
         self._outputs = dict(outputs)
         self._intake = Intake(batch, plan, lowered.device)
-        self._variants = Variants(model, plan, lowered, loss, frozenset(outputs), rank)
+        self._variants = Variants(model, plan, lowered, loss, frozenset(outputs), rank, batch)
         self._variants.built(self._intake.signature(batch))
         self._gatherer = Gatherer(model, plan, lowered, rank)
         weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)

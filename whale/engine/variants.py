@@ -22,6 +22,7 @@ from whale.engine.capture import ROWS, Captured, capture, trace
 from whale.engine.face import bare
 from whale.engine.lower import Lowered, make_stages
 from whale.engine.program import Program, check_rows
+from whale.engine.replay import gives_the_same
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan
@@ -33,6 +34,8 @@ from whale.runtime.signature import Signature, autocast
 
 Flags = tuple[bool, ...]
 """`training` of every module: glue may branch on it."""
+_FEW = 8
+"""Rows kept of the batch that the Step was built with."""
 _MOST = 64
 """Variants kept; the one used longest ago is traced again when it is needed."""
 
@@ -45,6 +48,8 @@ class Variant:
     program: Program
     origins: Mapping[int, str]
     """Where in the user's code each value is made."""
+    result: Mapping[str, Any]
+    """The model's outputs by name, as values of the program."""
     checked: set[int] = field(default_factory=lambda: {*ROWS})
     """Numbers of rows for which the program was held against a trace of its own."""
     totals: set[int] = field(default_factory=set)
@@ -62,21 +67,27 @@ class Variants:
         loss: batches.Loss | None,
         outputs: frozenset[str],
         rank: int,
+        batch: Any,
     ) -> None:
         self.model, self.plan, self.lowered = model, plan, lowered
         self.loss, self.outputs, self.rank = loss, outputs, rank
+        self.few = batches.take_rows(batch, 0, min(_FEW, batches.num_rows(batch)))
+        self._first: Signature | None = None
         self._known: OrderedDict[tuple[Signature, Flags], Variant] = OrderedDict()
 
     def built(self, signature: Signature) -> None:
         """The stages the Step was built with are those of this signature."""
-        program = self.lowered.program
+        program, self._first = self.lowered.program, signature
         if program is not None:
             now = self.lowered.executor
             flags = _flags(self.lowered.model)
             # Capture sees a model in eval mode as it trains.
             seen = flags if self.model.training else (True,) * len(flags)
             self._known[signature, seen] = Variant(
-                stages=now.stages, program=program, origins=now.origins
+                stages=now.stages,
+                program=program,
+                origins=now.origins,
+                result=self.lowered.result,
             )
 
     def of(self, batch: LocalBatch, signature: Signature) -> Variant | None:
@@ -92,16 +103,11 @@ class Variants:
         return found
 
     def _check_rows(self, variant: Variant, batch: LocalBatch, signature: Signature) -> None:
-        """Numbers of rows that were not met before: all that any rank, or one device, would see."""
+        """Sizes of micro-batches that were not met before: what one device's code would see."""
         if batch.total_rows in variant.totals:
             return
         points = micro_batch_cuts(batch.total_rows, self.plan.num_micro_batch)
         sizes = {high - low for low, high in zip(points, points[1:], strict=False)}
-        for stage in self.plan.stages:
-            device = stage.virtual_device
-            for size in tuple(sizes):
-                spans = (device.rows(rank, size) for rank in device.ranks)
-                sizes |= {end - start for start, end in spans}
         example = batches.rebuild(batch.data, signature.example())
         for rows in sorted(sizes - variant.checked - {0}):
             try:
@@ -115,9 +121,20 @@ class Variants:
                     f"{type(error).__name__}: {error}"[:600],
                     hint="put code that depends on the batch size inside one annotated module",
                 ) from error
-            check_rows(variant.program, traced, rows)
+            try:
+                check_rows(variant.program, traced, rows)
+            except CaptureError:
+                if not self._replays(variant, rows, signature):
+                    raise
             variant.checked.add(rows)
         variant.totals.add(batch.total_rows)
+
+    def _replays(self, variant: Variant, rows: int, signature: Signature) -> bool:
+        if signature != self._first or rows > batches.num_rows(self.few):
+            return False
+        few = batches.take_rows(self.few, 0, rows)
+        with self._as_run(signature):
+            return gives_the_same(self.model, self.loss, variant.program, variant.result, few)
 
     @contextmanager
     def _as_run(self, signature: Signature) -> Iterator[None]:
@@ -152,7 +169,9 @@ class Variants:
             local.parts,
         )
         program = captured.program
-        return Variant(stages=stages, program=program, origins=program.origins())
+        return Variant(
+            stages=stages, program=program, origins=program.origins(), result=captured.result
+        )
 
 
 def _flags(model: nn.Module) -> Flags:
