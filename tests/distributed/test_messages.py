@@ -262,8 +262,8 @@ def _four_ranks() -> dict[str, tuple[float, float]]:
 def test_other_kinds_of_batches(ranks: int, fn: Any) -> None:
     for result in run_ranks(ranks, fn, timeout=100):
         for name, (loss, weight) in result.items():
-            # Under autocast stages round as one device does: the order of float32 sums is all that
-            # differs. Replicas and shards round their parts.
-            allowed = 1e-9 if "lengths" in name else (2e-6 if ranks < 4 else 4e-3)
+            # A loss in bfloat16 is a sum, divided once in float32, where one device's mean divides
+            # in bfloat16; replicas and shards round their parts.
+            allowed = 1e-9 if "lengths" in name else 4e-3
             assert loss < allowed, (name, result)
             assert weight < allowed, (name, result)

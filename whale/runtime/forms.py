@@ -63,6 +63,13 @@ class Form:
     inverse: float = 0.0
     problem: str = ""
 
+    def fits(self, out: Tensor) -> bool:
+        """Whether it is of this very tensor: what broadcasts is not followed."""
+        totals = [term.total for term in self.terms]
+        return all(
+            t.shape == out.shape for t in (*totals, *([] if self.rest is None else [self.rest]))
+        )
+
 
 def count_of(form: Form) -> Count | None:
     """A sum without a gradient as what something is divided by."""

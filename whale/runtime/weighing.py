@@ -109,7 +109,7 @@ class MeanTracker(RerunMode):
         out = func(*args, **kwargs)
         rule = RULES.get(name)
         form = rule(table, func, args, kwargs, out) if rule is not None else None
-        if form is not None and isinstance(out, Tensor):
+        if form is not None and isinstance(out, Tensor) and form.fits(out):
             table.set(out, form)
         elif args and out is args[0]:
             table.forget(out)
