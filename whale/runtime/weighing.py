@@ -154,7 +154,10 @@ class MeanTracker(RerunMode):
         counts = [t.count for t in terms if t.count is not None]
         alike = len(counts) == len(terms) and len(_origins(counts)) < 2
         portion = torch.full((), share, device=loss.device, dtype=torch.float64)
-        rest = form.rest if self.rows else None
+        rest = form.rest
+        if not self.rows and rest is not None and not bool(rest.isfinite().all()):
+            # Nothing by nothing. What is finite stays: others may wait for its backward.
+            rest = None
         if not counts and not (weighing is not None and weighing.joins):
             total = _added([t.total for t in terms], rest, share)
             return Weighed(total=total, count=portion, floor=none)
