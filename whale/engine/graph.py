@@ -144,6 +144,9 @@ def graph_of(
     )
 
 
+_ALONE = ("column", "row", "conv", "embedding")
+
+
 def _in_both(
     offers: Offers, options: tuple[SplitOption, ...], whole: tuple[str, ...], evaluated: Run
 ) -> tuple[tuple[SplitOption, ...], tuple[str, ...]]:
@@ -152,7 +155,13 @@ def _in_both(
         evaluated.reads
     )
     allowed = {(o.rule, o.path, o.params) for o in there}
-    kept = tuple(o for o in options if (o.rule, o.path, o.params) in allowed)
+    cut = {module for o in there for module in o.modules}
+    kept = tuple(
+        o
+        for o in options
+        # A module split alone has whole inputs and outputs: it may be in a pair there.
+        if (o.rule, o.path, o.params) in allowed or (o.rule in _ALONE and set(o.modules) <= cut)
+    )
     lost = tuple(
         f"{o.path} is not split by {o.unit}: in evaluation its code is another"
         for o in options
