@@ -38,7 +38,7 @@ from tests.distributed.faults import (
 from whale.engine import lower, step
 from whale.nn import dropout
 from whale.runtime import batch as batches
-from whale.runtime import data, executor, grads, means
+from whale.runtime import data, executor, grads
 
 # ---- models --------------------------------------------------------------------------------------
 
@@ -197,26 +197,6 @@ UNUSED = Case(Unused, replicated, vectors(5))
 
 
 # ---- in what the truth might share ---------------------------------------------------------------
-
-
-def _labels(change: Callable[..., Any]) -> Plant:
-    """What the mean of labelled losses counts, in every process."""
-    true = means._labels
-    return lambda monkeypatch: monkeypatch.setattr(
-        means, "_labels", lambda *args: (change(true, *args), true(*args)[1])
-    )
-
-
-def _row_count(true: Any, input: Tensor, target: Tensor, *_: Any) -> Tensor:
-    return torch.tensor(float(target.shape[0]))
-
-
-def _without_weight(true: Any, input: Tensor, target: Tensor, weight: Any, ignored: int) -> Tensor:
-    return true(input, target, None, ignored)[0]
-
-
-def _with_ignored(true: Any, input: Tensor, target: Tensor, weight: Any, ignored: int) -> Tensor:
-    return torch.tensor(float(target.numel()))
 
 
 def _drop_scale(factor: Callable[[float], float]) -> Plant:
@@ -512,10 +492,6 @@ FAULTS: dict[str, Subtle] = {
     "the same masks in every step": Subtle("wide", _same_key, "mask", ranks=(-1,)),
     "masks of another rate": Subtle("wide", _other_rate, "mask", ranks=(-1,)),
     "the same mask for every sample": Subtle("wide", _same_rows, "mask", ranks=(-1,)),
-    "rows for labels": Subtle("stages", _labels(_row_count), "loss"),
-    "ignored labels counted": Subtle("own-loss", _labels(_with_ignored), "loss"),
-    "class weights not counted": Subtle("weighted", _labels(_without_weight), "loss", ranks=(0,)),
-    "rows for weighted labels": Subtle("weighted", _labels(_row_count), "loss", ranks=(0,)),
     "wrong from step 4 on": Subtle("data", _from_step(4), "gradient", "later steps"),
     "every fourth step wrong": Subtle("tensor", _from_step(4, 4), "gradient", "later steps"),
     "first moment lost at the end": Subtle(
