@@ -115,6 +115,7 @@ class Outsiders:
         self.own = {id(p) for p in params.values()}
         self.seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self.left = STEPS
+        self.due = False
 
     def again(self) -> None:
         """Watches the next steps too."""
@@ -128,7 +129,11 @@ class Outsiders:
         executor.before_backward = self._check if watched else None
         with _Reads(self.named) if watched else nullcontext():
             yield
-        if watched and self.num_stages > 1:
+        self.due = watched and self.num_stages > 1
+
+    def after(self, executor: Executor) -> None:
+        """Once this step's sums are there: ranks compare what they saw; all call it."""
+        if self.due:
             _refuse_dead_ends(executor.used)
 
     def _check(self, roots: Iterable[torch.Tensor], received: Iterable[torch.Tensor]) -> None:

@@ -241,6 +241,7 @@ class Step:
             totals = self._run(taken, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
         loss, count = sums.wait()
+        self._outsiders.after(lowered.executor)
         max_norm = self._config.optimizer.max_grad_norm
         divide = self._config.communication.gradients_reduce_method == "mean"
         factor = 1.0 / count if divide else torch.ones_like(count)
