@@ -196,10 +196,13 @@ class Step:
         executor = self._lowered.executor
         around = autocast(self._lowered.device, taken.signature.autocast)
         executor.around = around if self._branches is None else self._branches.around(around)
-        totals = executor.run(taken.batch, actions, *args)
+        return executor.run(taken.batch, actions, *args)
+
+    def _compare_branches(self, taken: Taken) -> None:
+        """After a run, and after the sums that a rank without work begins late; all call it."""
         if self._branches is not None:
+            around = autocast(self._lowered.device, taken.signature.autocast)
             self._branches.compare(taken.batch, around)
-        return totals
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
         named = [(n, p) for n, p in self._lowered.params.items() if p.requires_grad]
@@ -242,6 +245,7 @@ class Step:
         lowered.grads.wait()
         loss, count = sums.wait()
         self._outsiders.after(lowered.executor)
+        self._compare_branches(taken)
         max_norm = self._config.optimizer.max_grad_norm
         divide = self._config.communication.gradients_reduce_method == "mean"
         factor = 1.0 / count if divide else torch.ones_like(count)
@@ -293,6 +297,7 @@ class Step:
             self._prepare(taken)
             with torch.no_grad():
                 totals = self._run(taken, self._forward_actions, None)
+            self._compare_branches(taken)
         finally:
             for module, flag in flags.items():
                 module.training = flag
