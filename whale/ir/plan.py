@@ -17,6 +17,7 @@ from typing import Any
 from whale.errors import PlanError
 from whale.ir.model_graph import BatchDims
 from whale.ir.prices import Prices
+from whale.ir.reasons import grouped_reasons
 from whale.ir.schedule import Schedule
 from whale.ir.sharding import WHOLE, DimSharding, Piece
 from whale.ir.text import dumps, loads
@@ -109,20 +110,10 @@ class TaskGraphPlan:
         """Whether much less of it is split than its annotation says."""
         return bool(self.splits) and self.split_share < LOW_SHARE
 
-    def why_whole(self, most: int = 6) -> list[str]:
-        """Lines that say what stays whole and why, modules of one reason together."""
-        by_reason: dict[str, list[str]] = {}
-        for path, why in self.reasons:
-            by_reason.setdefault(why, []).append(path)
-        lines = []
-        if self.is_low:
-            lines.append(f"LOW: less than {LOW_SHARE:.0%} is split")
-        for why, paths in sorted(by_reason.items(), key=lambda item: -len(item[1]))[:most]:
-            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-            lines.append(f"{why}: {paths[0] or 'the Layer itself'}{more}")
-        if len(by_reason) > most:
-            lines.append(f"{len(by_reason) - most} more reasons in the plan's JSON")
-        return lines
+    def why_whole(self) -> list[str]:
+        """Lines that say what stays whole and why."""
+        low = [f"LOW: less than {LOW_SHARE:.0%} is split"] if self.is_low else []
+        return low + grouped_reasons(self.reasons)
 
     def shard_share(self, replica: int, shard: int, sizes: Mapping[str, int]) -> float:
         """A shard's part of its replica's FLOPs; `sizes` are those of the parameters.
