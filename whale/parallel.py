@@ -40,6 +40,7 @@ from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
 from whale.ir.profile import Profile
+from whale.ir.reasons import grouped_reasons
 from whale.ir.schedule import Action, Schedule
 from whale.planner.given import check_given
 from whale.planner.make_plan import make_plan, orders_of
@@ -295,7 +296,7 @@ def _warn_of_low_share(plan: Plan) -> None:
     """A `split` that leaves most of its parameters whole on every device is not what was asked."""
     for taskgraph in plan.taskgraphs:
         if taskgraph.is_low:
-            why = "; ".join(taskgraph.why_whole(most=3)[1:])
+            why = "; ".join(grouped_reasons(taskgraph.reasons, most=3))
             warnings.warn(
                 f"only {taskgraph.split_share:.0%} of the parameters of {taskgraph.name} are "
                 f"split, the rest is whole on every device ({why}); print(step.plan) says more",
