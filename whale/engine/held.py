@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whale.engine.stillness import attributes
 from whale.nn.moe.layer import MoE
 from whale.runtime import generators
 from whale.runtime.recompute import RerunMode
@@ -132,11 +133,12 @@ _DRAWS = frozenset("rand randn rand_like randn_like normal".split())
 
 @contextmanager
 def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, code may draw and may write buffers; afterwards both are as before."""
+    """Inside, code may draw and may change what modules hold; afterwards it is as before."""
+    # Copies, not values put back: a backward after it may still need what the forward read.
     copies: dict[int, Tensor] = {}
-    kept = []
-    for module in model.modules():
-        kept.append((module, dict(module._buffers)))
+    modules = list(model.modules())
+    kept = [attributes(module) for module in modules]
+    for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
@@ -148,5 +150,6 @@ def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
-            for module, buffers in kept:
-                module._buffers.update(buffers)
+            for module, held_before in zip(modules, kept, strict=True):
+                module.__dict__.clear()
+                module.__dict__.update(held_before)

@@ -130,7 +130,7 @@ def _run(
     wide: bool,
     cotangents: Callable[[list[torch.Tensor]], list[torch.Tensor | None]],
 ) -> _Ran:
-    """Forward and backward on the rows of `span`, with a gradient for every float argument."""
+    """Forward and backward on the rows of `span`."""
     shapes, made = iter(trial.shapes), {}
     inputs: list[torch.Tensor | None] = []
 
@@ -143,7 +143,7 @@ def _run(
                 part = part.narrow(shape.batch_dim, span[0] * factor, (span[1] - span[0]) * factor)
             leaf = _wider(part.to(device)) if wide else part.to(device)
             leaf = leaf.clone()
-            if leaf.is_floating_point():
+            if shape.requires_grad and leaf.is_floating_point():
                 leaf.requires_grad_()
             inputs.append(leaf if shape.batch_dim is not None else None)
             made[id(tensor)] = leaf.clone()

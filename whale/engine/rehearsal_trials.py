@@ -8,7 +8,7 @@ choices that reach all of them. Every rank finds the same trials in the same ord
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,21 +53,22 @@ def find_trials(
 ) -> list[Trial]:
     """One for each kind of Layer that is split; `notes` gets those that cannot be tried."""
     wanted: dict[str, tuple[TaskGraphPlan, str]] = {}
-    kinds: set[Any] = set()
+    kinds: dict[Any, list[str]] = {}
     signatures = {layer.path: layer.signature for layer in captured.graph.layers}
     for taskgraph in plan.taskgraphs:
         for path in taskgraph.layers:
             inside = [s for s in taskgraph.splits if _within(s.path, path)]
             rules = [(s.rule, s.path[len(path) :], s.cuts, s.per_node) for s in inside]
             kind = (taskgraph.virtual_device, signatures[path], tuple(rules))
-            if inside and kind not in kinds:
-                kinds.add(kind)
+            if inside:
+                kinds.setdefault(kind, []).append(path)
+            if inside and len(kinds[kind]) == 1:
                 wanted[path] = taskgraph, ", ".join(f"{s.path} by {s.unit}" for s in inside)
     replicas = max(len(s.virtual_device.replicas) for s in plan.stages)
     rows = min(batches.num_rows(batch), 2 * replicas + 1)
     calls = _calls(model, set(wanted), batch, loss, rows, notes)
     trials = []
-    for path, (taskgraph, how) in wanted.items():
+    for paths, (path, (taskgraph, how)) in zip(kinds.values(), wanted.items(), strict=True):
         layer, example = model.get_submodule(path), captured.examples.get(path)
         why = _not_tried(layer, path, example, calls, rows, plan, taskgraph)
         if why:
@@ -82,12 +83,25 @@ def find_trials(
                     rows=rows,
                     args=args,
                     kwargs=kwargs,
-                    shapes=example.shapes,
+                    shapes=_trained(example.shapes, paths, captured),
                     unread=_unread(path, taskgraph),
                 )
             )
         trials += [] if why else _stacked_trials(model, path, taskgraph, device)
     return trials
+
+
+def _trained(shapes: list[TensorShape], paths: list[str], captured: Captured) -> list[TensorShape]:
+    """Arguments need a gradient where those of any Layer of this kind do.
+
+    A mask has none: what a rank's heads would give it is not added up.
+    """
+    every = [captured.examples[path].shapes for path in paths if path in captured.examples]
+    alike = [found for found in every if len(found) == len(shapes)]
+    return [
+        replace(shape, requires_grad=any(found[i].requires_grad for found in alike))
+        for i, shape in enumerate(shapes)
+    ]
 
 
 def _unread(path: str, taskgraph: TaskGraphPlan) -> frozenset[int]:

@@ -450,13 +450,16 @@ class Step:
             rank=self.rank,
         )
 
-    def close(self) -> None:
+    def close(self, *, forget: bool = False) -> None:
         """Frees process groups and memory; the user's model can be parallelized again.
 
         The user's module is plain again, with the weights from before training unless
         `write_back` was called.
+
+        Args:
+            forget: What was trained is not wanted: no warning that nobody has read it.
         """
-        if self._read_at < self.num_steps:
+        if self._read_at < self.num_steps and not forget:
             _LOG.warning(
                 "the step is closed and its %d steps are forgotten: call step.save, "
                 "step.state_dict or step.write_back first to keep what it trained",

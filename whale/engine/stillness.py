@@ -61,7 +61,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
     """
     parameters = [(p, p.data, p.grad) for p in model.parameters()]
     buffers = [(b, b.clone()) for b in model.buffers() if not b.is_meta]
-    modules = [(m, _kept(m)) for m in model.modules()]
+    modules = [(m, attributes(m)) for m in model.modules()]
     states = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
@@ -84,7 +84,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
             parameter.data, parameter.grad = data, grad
 
 
-def _kept(module: nn.Module) -> dict[str, Any]:
+def attributes(module: nn.Module) -> dict[str, Any]:
     """What it holds, with containers of its own copied."""
     kept = {}
     for name, value in module.__dict__.items():

@@ -341,6 +341,10 @@ class UnitFollower(Follower):
         if len(op.outputs) != 1:
             return None
         (made,) = op.outputs
+        subject = op.args[0] if op.args else None
+        if name_of(op) in ("to", "type_as") and isinstance(subject, Ref):
+            # The other tensor only says which dtype and device.
+            return [self.cuts.get(subject.index)]
         dims = len(self.shape(made))
         places = {
             Cut(cut.dim + dims - len(self.shape(value)), cut.size)

@@ -124,7 +124,8 @@ def _check_layers(
 
 def _options(plan: Plan, taskgraph: TaskGraphPlan, graph: ModelGraph) -> list[SplitOption]:
     """The options of the model that a TaskGraph's splits are."""
-    offered = [o for x in graph.layers if x.path in taskgraph.layers for o in x.splits]
+    listed = [o for x in graph.layers if x.path in taskgraph.layers for o in x.splits]
+    offered = [o for option in listed for o in (option, *option.instead)]
     chosen = []
     for split in taskgraph.splits:
         found = [o for o in offered if (o.rule, o.path) == (split.rule, split.path)]
@@ -204,4 +205,5 @@ def _facts(split: SplitLayer | SplitOption) -> tuple[object, ...]:
         split.joined,
         split.meets_before,
         split.copies,
+        split.marks,
     )

@@ -22,6 +22,7 @@ from whale.runtime import batch as batches
 from whale.runtime import transfers
 from whale.runtime.clock import StepClock
 from whale.runtime.context import StepContext, step_backward
+from whale.runtime.empty_rows import EmptyRows
 from whale.runtime.generators import untouched
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.outputs import Part
@@ -262,7 +263,7 @@ class Executor:
         self, module: StageModule, part: Any, received: dict[int, torch.Tensor], rows: int
     ) -> Outcome:
         try:
-            with self.around():
+            with self.around(), nullcontext() if rows else EmptyRows():
                 return module.forward(part, received, rows)
         except (RuntimeError, IndexError, ZeroDivisionError) as error:
             if rows:

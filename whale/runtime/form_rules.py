@@ -34,17 +34,23 @@ class FormTable:
         self.rows = rows
         self.ragged: Marks = {}
         self.constant: Marks = {}
-        self._forms: dict[int, Form] = {}
+        self._forms: dict[int, tuple[Form, bool]] = {}
         self._keep: list[Tensor] = []
 
     def form(self, value: Any) -> Form | None:
         """How it is made, if that is known."""
-        return self._forms.get(id(value)) if isinstance(value, Tensor) else None
+        return self._forms[id(value)][0] if isinstance(value, Tensor) and self._has(value) else None
+
+    def _has(self, value: Tensor) -> bool:
+        # The forward of an autograd.Function runs here too, without gradients; what it gives back
+        # has them, by a backward of its own that the sums made in it know nothing of.
+        found = self._forms.get(id(value))
+        return found is not None and found[1] == value.requires_grad
 
     def set(self, out: Tensor, form: Form) -> Tensor:
         """`out` is made so."""
         self._keep.append(out)
-        self._forms[id(out)] = form
+        self._forms[id(out)] = (form, out.requires_grad)
         return out
 
     def forget(self, out: Tensor) -> None:
@@ -53,7 +59,7 @@ class FormTable:
 
     def has_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether any argument has one."""
-        return bool(self._forms) and any(id(t) in self._forms for t in tensors(args, kwargs))
+        return bool(self._forms) and any(map(self._has, tensors(args, kwargs)))
 
     def has_ragged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether any argument's size depends on values."""

@@ -57,7 +57,7 @@ def compare(task: Task, report: Report, rank: int) -> None:
             found[name] = _off(parameter.grad, own, max(_size(want), SMALL * largest))
             allowed[name] = spread
     _note(report, rank, found, allowed)
-    step.close()
+    step.close(forget=True)
 
 
 def _note(

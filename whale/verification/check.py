@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import pickle
 import socket
 import tempfile
 import time
@@ -39,7 +40,7 @@ from whale.runtime import batch as batches
 from whale.verification.comparison import Report
 from whale.verification.feeds import CHECKS, check_names, make_feeds
 from whale.verification.fold import MAX_RANKS, check_size, fold, scaled_tags
-from whale.verification.on_rank import at, run_on_rank
+from whale.verification.on_rank import at, run_on_rank, so_far
 from whale.verification.one_device import aliases_of, run_one_device
 from whale.verification.precision import (
     about_dtype,
@@ -377,10 +378,16 @@ def _run_ranks(task: Task, reference: Reference, timeout: float) -> tuple[list[R
             timeout=timeout,
             folder=task.folder,
             environments=[_environment(r, number) for r in range(number)],
+            # Others may wait in a collective for one that refused; not for one that was told so.
+            is_last=lambda report: bool(report and report.refused and report.refused[1]),
         )
     except RankFailed as error:
         return [], _with_check(task, str(error))
-    return reports, _silent_echo(reports)
+    known = [
+        report or pickle.loads(so_far(task, rank).read_bytes())
+        for rank, report in enumerate(reports)
+    ]
+    return known, _silent_echo(known)
 
 
 def _with_check(task: Task, failure: str) -> str:

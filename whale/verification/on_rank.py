@@ -8,8 +8,10 @@ rank; the gathered ones are compared as well.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from whale import parallel
@@ -54,6 +56,7 @@ class _Run:
     def checking(self, check: str) -> Iterator[None]:
         """Names the check to the parent, should this rank not come back; notes a refusal."""
         at(self.task, self.rank).write_text(check)
+        so_far(self.task, self.rank).write_bytes(pickle.dumps(self.report))
         try:
             yield
         except WhaleError as error:
@@ -108,7 +111,7 @@ class _Run:
         if task.wanted & FRESH:
             with self.checking("checkpoint"):
                 step.save(task.folder / "checkpoint")
-        step.close()
+        step.close(forget=True)
 
     def fresh(self) -> None:
         """A Step that begins where the first one ended."""
@@ -130,7 +133,7 @@ class _Run:
                 self._evaluate(step, comparison, truth, batch)
         if reference.outputs:
             self.report.made.append("outputs")
-        step.close()
+        step.close(forget=True)
 
     def autocast(self, low: Task) -> None:
         """A step in bfloat16."""
@@ -159,6 +162,11 @@ class _Run:
         comparison.check = own
 
 
-def at(task: Task, rank: int) -> Any:
+def at(task: Task, rank: int) -> Path:
     """The file in which a rank says what it is checking."""
     return task.folder / f"at{rank}"
+
+
+def so_far(task: Task, rank: int) -> Path:
+    """The file with what a rank has to report, should it wait for one that refused a check."""
+    return task.folder / f"report{rank}"

@@ -60,8 +60,11 @@ def run_forked(
     timeout: float,
     folder: Path,
     environments: Sequence[Mapping[str, str]] | None = None,
+    is_last: Callable[[Any], bool] = lambda value: False,
 ) -> list[Any]:
     """What the functions return, each called in a process of its own, by their order.
+
+    A result that `is_last` ends those who wait for the one that gave it: they return None.
 
     Raises:
         WhaleError: one of them raised it: the user's to fix. A RankError is no cause but an echo.
@@ -90,8 +93,10 @@ def run_forked(
             theirs.close()
             children[name] = _Child(process, ours, stacks)
         gc.unfreeze()
-        _collect(list(children.values()), time.monotonic() + timeout)
-        _raise_first(children, timeout)
+        _collect(list(children.values()), time.monotonic() + timeout, is_last)
+        ended = [c for c in children.values() if c.done]
+        if any(c.failed for c in ended) or not any(is_last(c.value) for c in ended):
+            _raise_first(children, timeout)
         for child in children.values():
             child.pipe.send(None)
         for child in children.values():
@@ -106,8 +111,8 @@ def run_forked(
             child.pipe.close()
 
 
-def _collect(children: Sequence[_Child], deadline: float) -> None:
-    """Reads reports until all are there, or one has failed and the others had their moments."""
+def _collect(children: Sequence[_Child], deadline: float, is_last: Callable[[Any], bool]) -> None:
+    """Reads reports until all are there, or one is the last and the others had their moments."""
     while running := [c for c in children if not c.done]:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -115,7 +120,7 @@ def _collect(children: Sequence[_Child], deadline: float) -> None:
         wait([*(c.pipe for c in running), *(c.process.sentinel for c in running)], left)
         for child in running:
             _read(child)
-        if any(c.failed for c in children):
+        if any(c.failed or (c.done and is_last(c.value)) for c in children):
             deadline = min(deadline, time.monotonic() + GRACE_S)
 
 

@@ -34,7 +34,7 @@ READS = {
 @pytest.mark.parametrize("name", sorted(own_code.INSIDE))
 def test_a_pair_is_offered_only_where_its_inside_is_elementwise(name: str):
     block = layers(name)["blocks.0"]
-    assert ("pair" in rules(block)) == (name == "width-features")
+    assert ("pair" in rules(block)) == (name in ("width-features", "in-place"))
     assert bool(block.whole) == (name in READS)
     if block.whole:
         assert "own_code.py:" in block.whole[0] and "not split" in block.whole[0]

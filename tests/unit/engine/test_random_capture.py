@@ -176,9 +176,10 @@ def test_draws_in_a_backward_are_refused() -> None:
         step_of(lambda m, h: _Noisy.apply(h))(BATCH)
     model = Two(lambda m, h: _Again.apply(h, m.drop))
     model.drop = nn.Dropout(0.5)
-    step = wh.parallelize(model, optimizer=partial(torch.optim.SGD, lr=0.1), batch=BATCH, loss=loss)
-    with pytest.raises(WhaleError, match="inside a backward"):
-        step(BATCH)
+    with pytest.raises(WhaleError, match="inside a backward|not linear.*_Again"):
+        wh.parallelize(model, optimizer=partial(torch.optim.SGD, lr=0.1), batch=BATCH, loss=loss)(
+            BATCH
+        )
 
 
 def test_a_generator_of_the_users_is_left_to_it_in_one_process() -> None:
