@@ -32,6 +32,7 @@ class LossWord:
         easy: It must work under every layout.
         needs: `mask` or `model`.
         mixes: Rows interact, or the loss is not linear in a mean.
+        adds: It is a sum: parts add up, however many there are.
     """
 
     fn: Callable[..., Tensor]
@@ -41,6 +42,7 @@ class LossWord:
     easy: bool = False
     needs: str = ""
     mixes: bool = False
+    adds: bool = False
 
 
 def _rows(rows: int, target: Any, mask: Any) -> float:
@@ -53,6 +55,14 @@ def _valid(rows: int, target: Any, mask: Any) -> float:
 
 def _masked(rows: int, target: Any, mask: Any) -> float:
     return float(mask.sum())
+
+
+def _squares(rows: int, target: Any, mask: Any) -> float:
+    return float(target.pow(2).sum())
+
+
+def _by_sign(rows: int, target: Any, mask: Any) -> float:
+    return float((target > 0).sum() + 0.5 * target.numel())
 
 
 CLASS_WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
@@ -237,7 +247,9 @@ LOSSES: dict[str, LossWord] = {
     "values-sum-rows": _word(
         lambda out, y: (out - y).abs().sum() / out.shape[0], "values", "values"
     ),
-    "values-sum": _word(lambda out, y: (out - y).pow(2).sum(), "values", "values", mixes=True),
+    "values-sum": _word(
+        lambda out, y: (out - y).pow(2).sum(), "values", "values", mixes=True, adds=True
+    ),
     "values-root": _word(lambda out, y: F.mse_loss(out, y).sqrt(), "values", "values", mixes=True),
     "values-log": _word(
         lambda out, y: torch.log1p(F.mse_loss(out, y)), "values", "values", mixes=True
@@ -250,7 +262,11 @@ LOSSES: dict[str, LossWord] = {
         lambda out, y: F.mse_loss(out, y) + 0.1 * out.abs().mean(), "values", "values", easy=True
     ),
     "values-ratio": _word(
-        lambda out, y: (out - y).pow(2).sum() / y.pow(2).sum(), "values", "values", mixes=True
+        lambda out, y: (out - y).pow(2).sum() / y.pow(2).sum(),
+        "values",
+        "values",
+        _squares,
+        mixes=True,
     ),
     "values-gaussian": _word(
         lambda out, y: F.gaussian_nll_loss(out, y, torch.full_like(y, 0.5)), "values", "values"
@@ -264,7 +280,11 @@ LOSSES: dict[str, LossWord] = {
         "values",
     ),
     "values-weight": _word(
-        lambda out, y: F.mse_loss(out, y, weight=(y > 0).to(y.dtype) + 0.5), "values", "values"
+        lambda out, y: F.mse_loss(out, y, weight=(y > 0).to(y.dtype) + 0.5),
+        "values",
+        "values",
+        _by_sign,
+        _rows,
     ),
     "values-spread": _word(
         lambda out, y: F.mse_loss(out, y) + 0.1 * out.var(), "values", "values", mixes=True

@@ -92,6 +92,8 @@ def train(spec: Spec, variant: int) -> dict[str, Any]:
 
 
 def _weights(spec: Spec, parts: list[Any], variant: int) -> list[float]:
+    if LOSSES[spec.loss].adds:
+        return [1.0] * len(parts)
     weigh = LOSSES[spec.loss].weights[variant]
     counts = []
     for part in parts:

@@ -22,8 +22,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from whale.engine.lower import Lowered
-from whale.engine.trace import READS, user_line
-from whale.errors import RankError
+from whale.engine.trace import READS, called_by_machinery, user_line
+from whale.errors import CaptureError
 from whale.ir.plan import Plan
 from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
@@ -54,7 +54,8 @@ class _Reads(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name in READS and isinstance(out, (bool, int, float, complex)):
+        number = isinstance(out, (bool, int, float, complex))
+        if name in READS and number and not called_by_machinery():
             self.found.append(Read(user_line(), name, repr(out)))
         return out
 
@@ -125,6 +126,9 @@ class Branches:
         if any(p.joins for p in self.lowered.parts.values()):
             said = "; replicas tell each other their counts, so that it cannot be tried apart"
             raise self._error([r for _, r in everywhere], said)
+        if any(t.virtual_device != device for t in self.plan.taskgraphs):
+            said = "; a split gathers the rows of all replicas, so that it cannot be tried apart"
+            raise self._error([r for _, r in everywhere], said)
         _, shard = device.position(self.rank)
         part = self._numbers(batch, low + start, low + end, around)
         total = part if shard == 0 else torch.zeros_like(part)
@@ -166,7 +170,7 @@ class Branches:
                     found[2 + i] = 0.0 if grad is None else _projection(grad)
         return found
 
-    def _error(self, reads: list[list[Read] | None], said: str) -> RankError:
+    def _error(self, reads: list[list[Read] | None], said: str) -> CaptureError:
         lists = {rank: found for rank, found in enumerate(reads) if found is not None}
         longest = max(len(found) for found in lists.values())
         for place in range(longest):
@@ -177,7 +181,7 @@ class Branches:
         shown = ", ".join(
             f"rank {rank} {read[0].value if read else 'nothing'}" for rank, read in at.items()
         )
-        return RankError(
+        return CaptureError(
             f"the model reads a value of its rows (`{seen.name}`), which differs between replicas "
             f"({shown}), where one device reads one for all rows{said}",
             hint="make the decision on the global batch and pass it in the batch as a Python "

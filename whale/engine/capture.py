@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from whale.engine.causality import CausalWatch
 from whale.engine.changes import changed as changed_state
@@ -23,7 +24,7 @@ from whale.engine.changes import spare_loss, state_of
 from whale.engine.draw_recorder import DrawRecorder, Randomness
 from whale.engine.examples import Example, example_of
 from whale.engine.graph import Run, graph_of
-from whale.engine.layers import find_layers, layer_tags
+from whale.engine.layers import find_layers, layer_tags, open_uncalled
 from whale.engine.match import split_options
 from whale.engine.probe import seen_draws
 from whale.engine.program import Program, merge, tensors_in, tree_map
@@ -131,8 +132,10 @@ def _run(
     split_layers: set[str],
     traced: bool,
     training: bool,
+    seen: Seen,
     evaluates: bool = False,
 ) -> Run:
+    """One run on fakes of `rows` rows; `seen` says which Layers there are, and learns of calls."""
     with generators.seeded(0) as asked, fake_mode(), computed_by(model, shapes_only):
         fake, names, values = _fake_copy(model)
         if evaluates:
@@ -158,7 +161,9 @@ def _run(
         tracer.recorder.quietly = counter.paused
         _watch_dropouts(fake, tracer.recorder, counter)
         _watch_queues(fake, run)
-        for path, layer in find_layers(fake).items():
+        modules = dict(fake.named_modules(remove_duplicate=False))
+        for path in seen.layers:
+            layer = modules[path]
             if path in split_layers:
                 _watch_inputs(path, layer, run)
             replace_forward(
@@ -168,7 +173,9 @@ def _run(
         before = state_of(fake, loss, values=False)
         seeing = (counter, readers, readers.functions(), recompute.watched(tracer))
         with ExitStack() as stack:
-            for sight in (*seeing, unchecked_distributions(), torch.enable_grad()):
+            stack.callback(lambda: seen.called.update(run.order))  # also those by `.forward(...)`
+            grad = torch.set_grad_enabled(seen.grad)
+            for sight in (*seeing, unchecked_distributions(), grad, seen.calls(fake)):
                 stack.enter_context(sight)
             if traced:
                 with (
@@ -286,20 +293,74 @@ class _Paused:
         self.tracer.paused -= 1
 
 
+@dataclass(slots=True)
+class Seen:
+    """What runs on fakes look at.
+
+    Attributes:
+        layers: Paths of the Layers.
+        grad: Whether gradients are on around the model's code.
+        called: Paths of all modules that were called.
+    """
+
+    layers: Collection[str]
+    grad: bool = True
+    called: set[str] = field(default_factory=set)
+
+    @contextmanager
+    def calls(self, model: nn.Module) -> Iterator[None]:
+        """Inside, calls of the model's modules are noted."""
+        paths: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            paths.setdefault(id(module), []).append(path)
+
+        def note(module: nn.Module, args: Any) -> None:
+            self.called.update(paths.get(id(module), ()))
+
+        handle = register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
 def capture(
-    model: nn.Module, batch: Any, loss: batches.Loss | None, *, training: bool = True
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    *,
+    training: bool = True,
+    grad: bool = True,
+    layers: Collection[str] | None = None,
 ) -> Captured:
     """The ModelGraph of an annotated model; nothing of the model is changed or materialised.
 
-    A model in eval mode is seen as it trains, unless not `training`.
+    A model in eval mode is seen as it trains, unless not `training`; without `grad`, as it is
+    evaluated. The Layers are found, unless given.
     """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = find_layers(model) if layers is None else {path: modules[path] for path in layers}
     with generators.kept():
-        return _capture(model, batch, loss, training)
+        while True:
+            seen = Seen(found, grad)
+            captured = _capture(model, batch, loss, training, found, seen)
+            opened = open_uncalled(found, seen.called) if layers is None else None
+            if opened is None:
+                if isinstance(captured, CaptureError):
+                    raise captured
+                return captured
+            found = opened
 
 
-def _capture(model: nn.Module, batch: Any, loss: batches.Loss | None, training: bool) -> Captured:
+def _capture(
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    training: bool,
+    layers: dict[str, nn.Module],
+    seen: Seen,
+) -> Captured | CaptureError:
     loss = spare_loss(loss)
-    layers = find_layers(model)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
     # Where nothing is annotated, `auto` may choose to split the largest.
@@ -309,26 +370,31 @@ def _capture(model: nn.Module, batch: Any, loss: batches.Loss | None, training: 
     watch = CausalWatch(model)
     try:
         with watch:
-            first, second = (_run(model, batch, loss, r, considered, True, training) for r in ROWS)
+            first, second = (
+                _run(model, batch, loss, r, considered, True, training, seen) for r in ROWS
+            )
         assert first.program is not None and second.program is not None
         program = merge(first.program, second.program, ROWS)
     except WhaleError as error:
         if not isinstance(error, CaptureError):
             raise
         refusal = error
-        first, second = _untraced(model, batch, loss, split_layers, error, training)
     except Exception as error:  # noqa: BLE001 - a user's forward on fake tensors
         refusal = CaptureError(
             f"the model cannot run on fake tensors: {type(error).__name__}: {error}"[:600],
             hint="stages and `split` need a forward whose shapes do not depend on values; data "
             "parallelism does not",
         )
-        first, second = _untraced(model, batch, loss, split_layers, refusal, training)
+    if refusal is not None:
+        try:
+            first, second = _untraced(model, batch, loss, split_layers, refusal, training, seen)
+        except CaptureError as error:
+            return error
     watch.warn()
     random = seen_draws(first, second, model, batch, loss, training, traced=program is not None)
     if random.foreign and program is not None:
         refusal, program = _refuse_foreign(random.foreign), None
-    evaluated = _evaluated(model, batch, loss, considered) if considered else None
+    evaluated = _evaluated(model, batch, loss, considered, seen) if considered else None
     examples = {
         path: example
         for path, call in first.examples.items()
@@ -353,10 +419,19 @@ def _refuse_foreign(who: str) -> CaptureError:
     )
 
 
-def trace(model: nn.Module, batch: Any, loss: batches.Loss | None, rows: int) -> Program:
+def trace(
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    rows: int,
+    *,
+    grad: bool = True,
+    layers: Collection[str] | None = None,
+) -> Program:
     """The glue as it runs for exactly `rows` rows: what a captured Program is held against."""
     with generators.kept():
-        program = _run(model, batch, loss, rows, set(), True, training=False).program
+        seen = Seen(find_layers(model) if layers is None else layers, grad)
+        program = _run(model, batch, loss, rows, set(), True, False, seen).program
     assert program is not None
     return program
 
@@ -379,10 +454,11 @@ def large_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
 
 
 def _evaluated(
-    model: nn.Module, batch: Any, loss: batches.Loss | None, split_layers: set[str]
+    model: nn.Module, batch: Any, loss: batches.Loss | None, split_layers: set[str], seen: Seen
 ) -> Run:
     """A run in evaluation, whose code may be another; up to where it does not run on fakes."""
-    return _run(model, batch, loss, ROWS[0], split_layers, True, False, evaluates=True)
+    seen = Seen(seen.layers, seen.grad)
+    return _run(model, batch, loss, ROWS[0], split_layers, True, False, seen, evaluates=True)
 
 
 def _untraced(
@@ -392,6 +468,7 @@ def _untraced(
     split_layers: set[str],
     refusal: CaptureError,
     training: bool,
+    seen: Seen,
 ) -> tuple[Run, Run]:
     """The runs of a model whose glue cannot be traced: good enough for one stage.
 
@@ -399,7 +476,9 @@ def _untraced(
     which is all that data parallelism needs.
     """
     try:
-        first, second = (_run(model, batch, loss, r, split_layers, False, training) for r in ROWS)
+        first, second = (
+            _run(model, batch, loss, r, split_layers, False, training, seen) for r in ROWS
+        )
     except WhaleError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a user's forward raises on fake tensors

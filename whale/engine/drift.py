@@ -16,7 +16,7 @@ from torch import nn
 
 from whale.engine.changes import Changes, stages_running
 from whale.engine.lower import Lowered
-from whale.errors import RankError
+from whale.errors import WhaleError
 from whale.ir.plan import Plan
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.complex128: 1e-9}
@@ -72,7 +72,7 @@ class Drift:
             dtype = mine[name].dtype if name in mine else torch.float32
             different = _different(every[list(ranks), row], dtype)
             if different:
-                raise RankError(
+                raise WhaleError(
                     f"{name} is no longer the same on ranks {list(ranks)} after step {num_steps} "
                     f"({ranks[0]} and {ranks[different]} differ): the forward changes it by the "
                     "rows that a rank has",

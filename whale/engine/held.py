@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale.engine.stillness import attributes
+from whale.engine.stillness import Attributes
 from whale.nn.moe.layer import MoE
 from whale.runtime import generators
 from whale.runtime.recompute import RerunMode
@@ -136,9 +136,8 @@ def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, code may draw and may change what modules hold; afterwards it is as before."""
     # Copies, not values put back: a backward after it may still need what the forward read.
     copies: dict[int, Tensor] = {}
-    modules = list(model.modules())
-    kept = [attributes(module) for module in modules]
-    for module in modules:
+    kept = [Attributes(module) for module in model.modules()]
+    for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
@@ -150,6 +149,5 @@ def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
-            for module, held_before in zip(modules, kept, strict=True):
-                module.__dict__.clear()
-                module.__dict__.update(held_before)
+            for each in kept:
+                each.put_back()

@@ -5,6 +5,8 @@ Place in the flow: first step of `engine.capture`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 
 from whale.annotations import tag_of
@@ -45,6 +47,33 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
         # A plain model without blocks: its children are the Layers, unless its own parameters tie
         # it together.
         found = {name: child for name, child in model.named_children()}
+    return found
+
+
+def open_uncalled(
+    layers: dict[str, nn.Module], called: Collection[str]
+) -> dict[str, nn.Module] | None:
+    """The Layers with those taken apart that were passed by; None if there are none.
+
+    A dict of modules has no forward, and a Sequential may be run member by member: what runs then
+    are its children, which are Layers instead.
+    """
+    passed_by = {
+        path
+        for path in layers
+        if path not in called and any(name.startswith(f"{path}.") for name in called)
+    }
+    if not passed_by:
+        return None
+    found: dict[str, nn.Module] = {}
+    for path, layer in layers.items():
+        if path not in passed_by:
+            found[path] = layer
+            continue
+        known = {id(module) for module in (*layers.values(), *found.values())}
+        for name, child in layer.named_children():
+            if id(child) not in known:
+                found[f"{path}.{name}"] = child
     return found
 
 

@@ -323,14 +323,14 @@ def _skippable(plan: Plan, stages: set[int], trial: Trial | None) -> frozenset[i
 def norms_of_own_rows(plan: Plan, model: nn.Module) -> list[str]:
     """Batch norms that the plan lets each of several replicas compute from its own rows."""
     layers = [layer for stage in plan.stages for layer in stage.layers]
-    joined = {layer.path for layer in layers if "norm" in layer.meets}
+    apart = {layer.path for layer in layers if "norm" not in layer.meets}
     found = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             continue
         device = plan.stages[stage_of_module(plan, path)].virtual_device
         layer = layer_of_module(plan, path)
-        if len(device.replicas) > 1 and layer is not None and layer not in joined:
+        if len(device.replicas) > 1 and layer in apart:
             found.append(path)
     return found
 

@@ -67,8 +67,15 @@ def check_parts(
     large = size > MOST_COPIED or size * width > _LARGE
     rows = min(_FEW_ROWS if large else _ROWS, total)
     alone = replicas == 1 and plan.num_micro_batch == 1
-    if alone or rows < 2 or any(t.is_meta for t in tensors):
+    if alone or any(t.is_meta for t in tensors):
         return Trial(router_losses=has_router_losses(model))
+    if rows < 2:
+        raise WhaleError(
+            f"the example batch has one row, and the plan computes batches in parts ({replicas} "
+            f"replicas, {plan.num_micro_batch} micro-batches): whether that changes the loss "
+            "cannot be tried",
+            hint="give parallelize a batch of two rows or more",
+        )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     few = batches.spread_rows(batch, rows, device)
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -93,7 +100,12 @@ def check_parts(
             )
         return trial
     assert error is not None
-    raise error
+    raise WhaleError(
+        f"the model does not run on {rows} of the batch's {total} rows: "
+        f"{type(error).__name__}: {error}",
+        hint="tensors of the batch whose first dim is the number of rows are taken to have one "
+        "entry for each: give a tensor that has none another first dim (unsqueeze(0))",
+    ) from error
 
 
 @dataclass(slots=True)

@@ -11,12 +11,15 @@ as the module's own.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -110,9 +113,27 @@ class Readers(TorchFunctionMode):
                 known = file in _KNOWN_FILES or frame.f_globals.get("__name__") in _KNOWN_MODULES
                 # A Linear that writes itself out reads what torch's would.
                 known = known or (is_linear(owner) and frame.f_code.co_name == "forward")
+                known = known and _is_called(frame, owner)
                 return Read(self.paths[id(owner)], known, function, "" if known else user_line())
             frame = frame.f_back  # type: ignore[assignment]
         return Read(None, False, function, user_line())
+
+
+def _is_called(frame: FrameType, owner: nn.Module) -> bool:
+    """Whether the method runs in a call of its module.
+
+    `nn.Linear.forward(module, x)` would pass by what a rule puts in the place of its forward.
+    """
+    caller = frame.f_back
+    if caller is None:
+        return False
+    if caller.f_locals.get("self") is owner:  # a subclass calls super
+        return _is_called(caller, owner) if caller.f_code.co_name == "forward" else True
+    return caller.f_code.co_filename.startswith(_CALLERS)
+
+
+_CALLERS = (os.path.dirname(inspect.getfile(torch)), os.path.dirname(os.path.dirname(__file__)))
+"""Where modules are called from: torch's `__call__`, and what capture puts in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,16 +20,17 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.engine.capture import Captured
-from whale.engine.program import tensors_in
+from whale.engine.program import tensors_in, tree_map
 from whale.engine.rehearsal_trials import Trial, find_trials
 from whale.engine.stillness import Still, as_before
 from whale.engine.weights import take
-from whale.errors import PlanError
+from whale.errors import PlanError, WhaleError
 from whale.ir.plan import Plan, TaskGraphPlan
 from whale.ir.sharding import Piece
 from whale.nn.column_shard import plain
 from whale.runtime import batch as batches
 from whale.runtime.context import StepContext, step_backward
+from whale.runtime.heartbeat import is_communication_error
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-3}
 _COARSE = 8e-2
@@ -149,7 +150,10 @@ def _run(
             made[id(tensor)] = leaf.clone()
         return made[id(tensor)]
 
-    args, kwargs = _map((trial.args, trial.kwargs), argument)
+    args, kwargs = tree_map(
+        (trial.args, trial.kwargs),
+        lambda leaf: argument(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+    )
     still = Still()
     with still:
         outputs = [plain(t) for t in tensors_in(module(*args, **kwargs))]
@@ -163,18 +167,6 @@ def _run(
             with step_backward.run():
                 torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
     return _Ran(outputs, inputs, still.drew)
-
-
-def _map(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, (tuple, list)):
-        items = [_map(item, fn) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        mapped = {key: _map(item, fn) for key, item in value.items()}
-        return mapped if type(value) is dict else type(value)(**mapped)
-    return value
 
 
 _WIDER = {
@@ -264,7 +256,14 @@ def _compare(
 
     if wide:
         _widen(own)
-    got = _run(own, trial, span, device, wide, own_part)
+    try:
+        got = _run(own, trial, span, device, wide, own_part)
+    except WhaleError:
+        raise
+    except Exception as error:  # the whole module ran, so it is the split
+        if is_communication_error(error):
+            raise
+        return Verdict(wrong=f"it raises {type(error).__name__}: {error}"[:300])
     mine = _gradients(own, whole, share.names)
     if expected.drew or got.drew:
         return Verdict(note=f"{trial.path} was not tried: it draws random numbers")

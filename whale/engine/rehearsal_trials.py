@@ -16,7 +16,7 @@ from torch import nn
 
 from whale.engine.capture import Captured
 from whale.engine.examples import Example, TensorShape
-from whale.engine.program import tensors_in, tree_map
+from whale.engine.program import tensors_in, tree_map, visit
 from whale.engine.stillness import Still, as_before
 from whale.engine.trace import is_cache
 from whale.ir.plan import Plan, TaskGraphPlan
@@ -130,6 +130,8 @@ def _not_tried(
         return f"it holds {size / 1e9:.1f} GB"
     if path not in calls or example is None:
         return "no call of it was seen"
+    if _hides_tensors(calls[path]):
+        return "its arguments hold tensors in objects"
     tensors = tensors_in(calls[path])
     if len(tensors) != len(example.shapes) or any(
         s.batch_dim is not None
@@ -142,6 +144,18 @@ def _not_tried(
     if any(a == b for a, b in zip(points, points[1:], strict=False)):
         return f"{rows} rows are too few for {len(device.replicas)} replicas"
     return ""
+
+
+def _hides_tensors(arguments: Any) -> bool:
+    """Whether some are in objects, which no row can be taken of without knowing them."""
+    objects: list[Any] = []
+    visit(arguments, objects.append, object)
+    held = [
+        getattr(leaf, "__dict__", {})
+        for leaf in objects
+        if not isinstance(leaf, torch.Tensor | nn.Module) and not is_cache(leaf)
+    ]
+    return any(tensors_in(dict(attributes)) for attributes in held)
 
 
 def _calls(

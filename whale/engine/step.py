@@ -206,10 +206,11 @@ class Step:
 
     def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
         named = [(n, p) for n, p in self._lowered.params.items() if p.requires_grad]
-        if not named:
-            # A rank without trainable parameters still takes part in schedulers and checkpoints.
+        every = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+        if not every:
+            # Schedulers and checkpoints still want an optimizer.
             named = [("whale.none", nn.Parameter(torch.zeros(0, device=self._lowered.device)))]
-        made = make_optimizer(factory, named)
+        made = make_optimizer(factory, named, every, self._lowered.device)
         split = {home.name for home in self.plan.homes if home.splits}
         check_elementwise(made, sorted(split), self._config.optimizer.elementwise)
         return made
@@ -294,8 +295,8 @@ class Step:
         # Draws of an evaluation are its own, whatever was trained or loaded before.
         lowered.context.step = -1 - self.num_steps
         try:
-            self._prepare(taken)
             with torch.no_grad():
+                self._prepare(taken)
                 totals = self._run(taken, self._forward_actions, None)
             self._compare_branches(taken)
         finally:

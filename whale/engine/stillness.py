@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,21 +61,20 @@ def as_before(model: nn.Module) -> Iterator[None]:
     """
     parameters = [(p, p.data, p.grad) for p in model.parameters()]
     buffers = [(b, b.clone()) for b in model.buffers() if not b.is_meta]
-    modules = [(m, attributes(m)) for m in model.modules()]
+    kept = [Attributes(module) for module in model.modules()]
     states = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
-            for module, _ in modules:
+            for module in model.modules():
                 if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
                     module.dropout = 0.0
             yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        for module, kept in modules:
-            module.__dict__.clear()
-            module.__dict__.update(kept)
+        for each in kept:
+            each.put_back()
         with torch.no_grad():
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
@@ -84,10 +83,29 @@ def as_before(model: nn.Module) -> Iterator[None]:
             parameter.data, parameter.grad = data, grad
 
 
-def attributes(module: nn.Module) -> dict[str, Any]:
-    """What it holds, with containers of its own copied."""
-    kept = {}
-    for name, value in module.__dict__.items():
-        plain = type(value) in (list, dict, set, deque) or name in ("_buffers", "_modules")
-        kept[name] = copy.copy(value) if plain else value
-    return kept
+class Attributes:
+    """What a module holds, to be put back: the same objects, containers with what was in them.
+
+    Hooks are among it: code that installs some in its first forward notes that in an attribute.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.held = dict(module.__dict__)
+        self.inside = {
+            name: copy.copy(value)
+            for name, value in self.held.items()
+            if type(value) in (list, dict, set, deque, OrderedDict)
+        }
+
+    def put_back(self) -> None:
+        """The module is as it was."""
+        self.module.__dict__.clear()
+        self.module.__dict__.update(self.held)
+        for name, items in self.inside.items():
+            value = self.held[name]
+            value.clear()
+            if isinstance(value, list | deque):
+                value.extend(items)
+            else:
+                value.update(items)

@@ -36,20 +36,31 @@ _CONSTANT_ELEMENTS = 1 << 26
 
 
 _ENGINE = os.path.dirname(os.path.abspath(__file__))
+_MACHINERY = tuple(
+    os.path.join(os.path.dirname(_ENGINE), part, "") for part in ("engine", "runtime", "nn")
+)
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 def user_line() -> str:
     """file:line of the innermost frame that is neither torch's nor this package's machinery."""
-    package = os.path.dirname(_ENGINE)
-    ours = tuple(os.path.join(package, part, "") for part in ("engine", "runtime", "nn"))
-    torch_root = os.path.dirname(os.path.abspath(torch.__file__))
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = os.path.abspath(frame.f_code.co_filename)
-        if not name.startswith((*ours, torch_root)):
+        if not name.startswith((*_MACHINERY, _TORCH)):
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def called_by_machinery() -> bool:
+    """Whether the torch function now seen by a mode was called by this package's machinery."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename.startswith(_TORCH)
+    ):
+        frame = frame.f_back
+    return os.path.abspath(frame.f_code.co_filename).startswith(_MACHINERY)
 
 
 def called_by_engine() -> bool:

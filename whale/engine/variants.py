@@ -72,8 +72,9 @@ class Variants:
         self.model, self.plan, self.lowered = model, plan, lowered
         self.loss, self.outputs, self.rank = loss, outputs, rank
         self.few = batches.take_rows(batch, 0, min(_FEW, batches.num_rows(batch)))
+        self._layers = [path for t in plan.taskgraphs for path in t.layers]
         self._first: Signature | None = None
-        self._known: OrderedDict[tuple[Signature, Flags], Variant] = OrderedDict()
+        self._known: OrderedDict[tuple[Signature, Flags, bool], Variant] = OrderedDict()
 
     def built(self, signature: Signature) -> None:
         """The stages the Step was built with are those of this signature."""
@@ -83,7 +84,7 @@ class Variants:
             flags = _flags(self.lowered.model)
             # Capture sees a model in eval mode as it trains.
             seen = flags if self.model.training else (True,) * len(flags)
-            self._known[signature, seen] = Variant(
+            self._known[signature, seen, True] = Variant(
                 stages=now.stages,
                 program=program,
                 origins=now.origins,
@@ -94,7 +95,7 @@ class Variants:
         """The variant for a batch of this signature; None: one stage, which is always the same."""
         if len(self.plan.stages) == 1:
             return None
-        key = (signature, _flags(self.lowered.model))
+        key = (signature, _flags(self.lowered.model), torch.is_grad_enabled())
         found = self._known.pop(key, None) or self._make(batch.data, signature)
         self._known[key] = found
         self._check_rows(found, batch, signature)
@@ -111,8 +112,11 @@ class Variants:
         example = batches.rebuild(batch.data, signature.example())
         for rows in sorted(sizes - variant.checked - {0}):
             try:
+                grad = torch.is_grad_enabled()
                 with self._as_run(signature):
-                    traced = trace(self.model, example, self.loss, rows)
+                    traced = trace(
+                        self.model, example, self.loss, rows, grad=grad, layers=self._layers
+                    )
             except WhaleError:
                 raise
             except Exception as error:
@@ -151,8 +155,11 @@ class Variants:
     def _make(self, batch: Any, signature: Signature) -> Variant:
         example = batches.rebuild(batch, signature.example())
         local = self.lowered
+        grad = torch.is_grad_enabled()
         with self._as_run(signature):
-            captured = capture(self.model, example, self.loss, training=False)
+            captured = capture(
+                self.model, example, self.loss, training=False, grad=grad, layers=self._layers
+            )
         if captured.program is None:
             assert captured.refusal is not None
             raise captured.refusal

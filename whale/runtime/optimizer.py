@@ -26,27 +26,21 @@ _FACTORY = "pass a factory, such as partial(torch.optim.AdamW, lr=1e-4): every r
 """Begins the hints below."""
 
 
-def make_optimizer(factory: Any, named: Named) -> torch.optim.Optimizer:
+def make_optimizer(
+    factory: Any, named: Named, model: Named = (), device: torch.device | None = None
+) -> torch.optim.Optimizer:
     """What the factory makes of [(name, parameter), ...], or of the plain parameters.
 
-    Optimizers and factories written for parameters without names fail on pairs.
+    It is called with all of `model`, in its order, so that every rank has the groups that one
+    device has; parameters that are not among `named` have a stand-in there, which is taken out
+    again. Optimizers and factories written for parameters without names fail on pairs.
     """
     if isinstance(factory, torch.optim.Optimizer):
         raise WhaleError(
             f"`optimizer` is a {type(factory).__name__} over the whole model's parameters",
             hint=f"{_FACTORY}over the pieces it holds",
         )
-    try:
-        made = factory(list(named))
-    except Exception as error:
-        try:
-            made = factory([parameter for _, parameter in named])
-        except Exception as second:
-            raise WhaleError(
-                f"`optimizer` failed on [(name, parameter), ...] with {_text(error)}, and on plain "
-                f"parameters with {_text(second)}",
-                hint=f"{_FACTORY}over the parameters it is called with",
-            ) from error
+    made = _called(factory, named, model, device or torch.device("cpu"))
     if not isinstance(made, torch.optim.Optimizer):
         raise WhaleError(
             f"`optimizer` returned {type(made).__name__}, not a torch.optim.Optimizer",
@@ -55,6 +49,46 @@ def make_optimizer(factory: Any, named: Named) -> torch.optim.Optimizer:
     _check_kind(made)
     _check_parameters(made, named)
     return made
+
+
+def _called(factory: Any, named: Named, model: Named, device: torch.device) -> Any:
+    held = dict(named)
+    missing = [(name, p) for name, p in model if name not in held]
+    errors: list[Exception] = []
+    for pairs in (True, False):
+        # Without memory; with one element each for optimizers that look at devices or values.
+        for place in (torch.device("meta"), device) if missing else (device,):
+            others = {name: _stand_in(p, place) for name, p in missing}
+            every = [(name, held.get(name, others.get(name))) for name, _ in model] or list(named)
+            try:
+                made = factory(every if pairs else [p for _, p in every])
+            except Exception as error:  # noqa: BLE001 - the user's code
+                errors.append(error)
+                continue
+            if isinstance(made, torch.optim.Optimizer):
+                _take_out(made, {id(p) for p in others.values()})
+            return made
+    raise WhaleError(
+        f"`optimizer` failed on [(name, parameter), ...] with {_text(errors[0])}, and on plain "
+        f"parameters with {_text(errors[-1])}",
+        hint=f"{_FACTORY}over the parameters it is called with",
+    ) from errors[0]
+
+
+def _stand_in(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+    """Of the parameter's shape and dtype, on one element of memory at most."""
+    one = torch.zeros((), dtype=parameter.dtype, device=device)
+    return torch.nn.Parameter(one.expand(parameter.shape))
+
+
+def _take_out(made: torch.optim.Optimizer, strangers: set[int]) -> None:
+    for group in made.param_groups:
+        keep = [i for i, p in enumerate(group["params"]) if id(p) not in strangers]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][i] for i in keep]
+    for parameter in [p for p in made.state if id(p) in strangers]:
+        del made.state[parameter]
 
 
 def _text(error: Exception) -> str:
