@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.virtual_gpus import start_ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
@@ -34,3 +36,7 @@ def run(*arguments: str) -> None:
     command = [sys.executable, "-m", "benchmarks.parity_gpu", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_dropout_and_autocast_are_the_same_under_every_layout() -> None:
+    start_ranks([66, 33], "tests.gpu.edges_rank", timeout=300.0)

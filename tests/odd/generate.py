@@ -125,6 +125,7 @@ def must_work(spec: Spec) -> bool:
         and LOSSES[spec.loss].easy
         and spec.batch in _USUAL
         and spec.head != "tied-function"
+        and not (spec.head == "tied" and spec.layout == "head")  # the stem needs it whole
         and spec.skeleton not in _UNUSUAL
         and spec.length == spec.eval_length
         and not spec.autocast

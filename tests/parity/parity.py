@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -30,10 +31,12 @@ def train(
     dtype: torch.dtype = torch.float64,
     optimizer: Any = None,
     paths: Sequence[str] | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
     """One rank's part: trains, and returns what the whole model looks like.
 
-    `paths` are the model's Layers, if the caller knows them: finding them takes a capture.
+    `paths` are the model's Layers, if the caller knows them: finding them takes a capture. Every
+    step is called in `around()`.
     """
     torch.set_num_threads(1)
     case, layout = case_named(case_name, dropout=dropout), layout_named(layout_name)
@@ -52,7 +55,8 @@ def train(
     )
     losses, gradients, norms = [], {}, []
     for index, batch in enumerate(batches):
-        metrics = step(batch)
+        with around():
+            metrics = step(batch)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics.get("grad_norm", 0.0)))
         if index == 0:

@@ -163,6 +163,10 @@ def _places(keys: torch.Tensor, size: int) -> torch.Tensor:
     return torch.empty_like(keys).scatter_(0, order, ranks)
 
 
+_GRID = {torch.float64: 2.0**36, torch.float32: 2.0**16}
+"""Steps between 0 and 1 in which experts tell probabilities apart."""
+
+
 def chosen_by_experts(
     scores: torch.Tensor, factor: float, meeting: Meeting, valid: torch.Tensor | None = None
 ) -> Routed:
@@ -173,6 +177,11 @@ def chosen_by_experts(
     """
     num_tokens, num_experts = scores.shape
     wanted = scores.detach()
+    grid = _GRID.get(wanted.dtype)
+    if grid is not None:
+        # Tokens that are alike (the first of every sentence) tie, and the first of them is taken;
+        # the last bits, which differ with the number of rows in a product, must not part them.
+        wanted = (wanted * grid).round() / grid
     if valid is not None:
         # Below every probability: behind all others in every expert's order.
         wanted = torch.where(valid.unsqueeze(1), wanted, -1.0)
