@@ -143,7 +143,7 @@ def _calm() -> None:
 def _refused(step: Any, batch: Any) -> str:
     try:
         step(batch)
-    except RankError as error:
+    except WhaleError as error:
         return str(error)
     return "accepted"
 

@@ -8,6 +8,7 @@ of every value, the FLOPs per row, and the constants of the glue that grow with 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -319,7 +320,10 @@ class Seen:
 
         handle = register_module_forward_pre_hook(note)
         try:
-            yield
+            with warnings.catch_warnings():
+                # Of compiled modules, whose calls would be noted twice.
+                warnings.filterwarnings("ignore", message=".*there are global hooks on modules")
+                yield
         finally:
             handle.remove()
 

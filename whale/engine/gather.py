@@ -140,7 +140,8 @@ class Gatherer:
         else:
             data = torch.empty(shape, dtype=dtype, device=self.lowered.device)
         if self.plan.num_ranks > 1:
-            dist.broadcast(torch.view_as_real(data) if data.is_complex() else data, owner)
+            # As bytes: not every dtype that a buffer may have is one that backends send.
+            dist.broadcast(data.view(-1).view(torch.uint8), owner)
         return data.cpu()
 
 

@@ -180,6 +180,11 @@ def _check_split(
     )
     widths = {len(replica.ranks) for replica in taskgraph.virtual_device.replicas}
     fewest = min(b - a for row in split.cuts for a, b in zip(row, row[1:], strict=False))
+    if fewest < 1:
+        raise PlanError(
+            f"split of {split.path}: cuts {split.cuts} leave a shard without {split.unit}",
+            hint="give every device one at least, or leave the device out of the TaskGraph",
+        )
     levels = split.per_node == 0 or (
         travels and split.per_node > 0 and all(width % split.per_node == 0 for width in widths)
     )
