@@ -218,13 +218,16 @@ def _watched(
     forward, replaced = layer.forward, layer.__dict__.get("forward")
 
     def watched(*args: Any, **kwargs: Any) -> Any:
+        given = [(held, _items(held)) for held in _containers((args, kwargs))]
         out = counter.layer(
             path, (args, kwargs), lambda: tracer.layer_call(path, forward, args, kwargs)
         )
         if path not in run.order:
             run.order.append(path)
             run.examples[path] = (args, kwargs)
-            if path in split_layers:
+            if any(_items(held) != items for held, items in given):
+                run.reasons[path] = {path: "it changes a list or dict that it is given"}
+            elif path in split_layers:
                 inner = layer.__dict__.pop("forward")
                 if replaced is not None:
                     replace_forward(layer, replaced)
@@ -240,6 +243,19 @@ def _watched(
         return out
 
     return watched
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """The lists and dicts among arguments."""
+    if isinstance(value, list | dict):
+        yield value
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _containers(item)
+
+
+def _items(held: Any) -> list[Any]:
+    return [(k, id(v)) for k, v in held.items()] if isinstance(held, dict) else list(map(id, held))
 
 
 def _watch_dropouts(fake: nn.Module, recorder: DrawRecorder, counter: WorkCounter) -> None:

@@ -100,7 +100,7 @@ class Reader:
                 both = tuple(span for span in common if span is not None)
                 if len(both) < len(common):
                     continue
-                self._check_block(name, file, key, spans)
+                self._check_block(name, file, key, spans, entry["dtype"])
                 here = (
                     (at[0] + c[0] - out[0], at[0] + c[1] - out[0])
                     for at, out, c in zip(inside, outside, both, strict=True)
@@ -116,14 +116,17 @@ class Reader:
             )
         return Target(shape=local, dtype=getattr(torch, entry["dtype"]), reads=tuple(reads))
 
-    def _check_block(self, name: str, file: str, key: str, spans: Iterable[Span]) -> None:
+    def _check_block(
+        self, name: str, file: str, key: str, spans: Iterable[Span], dtype: str
+    ) -> None:
         handle, keys = self._open(file)
         if key not in keys:
             raise CheckpointError(
                 f"{self.folder / file} has no block {key} of {name}", hint=_ANOTHER
             )
         shape = handle.get_slice(key).get_shape()
-        if shape != [high - low for low, high in spans]:
+        pair = [2] if dtype == "complex128" else []
+        if shape != [*(high - low for low, high in spans), *pair]:
             raise CheckpointError(
                 f"{key} has shape {shape} in {self.folder / file}, {INDEX} says {list(spans)}",
                 hint=_ANOTHER,
@@ -145,6 +148,8 @@ class Reader:
         for file, key, there, here in target.reads:
             handle, _ = self._open(file)
             part = handle.get_slice(key)[there] if there else handle.get_tensor(key)
+            if target.dtype == torch.complex128:
+                part = torch.view_as_complex(part.contiguous())
             out[here].copy_(part)
 
     def read(self, target: Target, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -55,7 +55,10 @@ class _File:
         at = ",".join(f"{low}:{high}" for low, high in spans)
         key = name if spans == whole(shape) else f"{name}[{at}]"
         # Blocks must not share memory, or safetensors takes them for tied tensors.
-        self.blocks[key] = part.detach().to("cpu", copy=True).contiguous()
+        block = part.detach().to("cpu", copy=True).contiguous()
+        # safetensors has no double complex numbers: pairs of real ones.
+        double = block.dtype == torch.complex128
+        self.blocks[key] = torch.view_as_real(block) if double else block
         entry = {"shape": shape, "dtype": dtype_name(part), "blocks": []}
         self.tensors.setdefault(name, entry)["blocks"].append((key, spans))
 

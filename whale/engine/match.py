@@ -21,12 +21,13 @@ from whale.engine.batched_experts import batched_options
 from whale.engine.expert_options import expert_options
 from whale.engine.heads import Call, Inside, is_elementwise
 from whale.engine.lone import is_returned, works_on_shards
-from whale.engine.program import Program, tensors_in, tree_map
+from whale.engine.program import KEPT, Asked, Program, tensors_in, tree_map
 from whale.engine.reasons import whole_reasons
 from whale.engine.rules import user_rule
 from whale.engine.stacked_experts import is_stacked, stacked_options
 from whale.engine.trace import GlueTracer, is_cache
 from whale.engine.unit_options import is_clear, is_norm, unit_options
+from whale.engine.weights import reachable
 from whale.errors import CaptureError
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
@@ -256,6 +257,10 @@ def _trace(
         with recompute.watched(tracer), tracer, tracer.functions():
             out = layer(*args, **kwargs)
         tracer.program.result = [tracer.refs.get(id(t)) for t in tensors_in(out)]
+        held = (*(vars(module) for module in modules.values()), args, kwargs)
+        values = {tracer.refs.get(id(t)) for t in reachable(held)}
+        for value in (v for v in values if v is not None):
+            tracer.program.asked.append(Asked(value=value, name=KEPT, where=""))
     except CaptureError:
         return None
     finally:

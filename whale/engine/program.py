@@ -109,7 +109,9 @@ class Asked:
         return self.name in HANGING
 
 
-HANGING = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook"})
+KEPT = "kept"
+"""The name of what code of a Layer does that leaves a value where other code may find it."""
+HANGING = frozenset({"register_hook", "retain_grad", "register_post_accumulate_grad_hook", KEPT})
 
 
 @dataclass(slots=True, kw_only=True)

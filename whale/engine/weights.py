@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,24 @@ def plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
             items = value.values() if isinstance(value, dict) else value
             found = items if isinstance(value, dict | list | tuple) else (value,)
             yield from (item for item in found if isinstance(item, torch.Tensor))
+
+
+def reachable(value: Any, depth: int = 5) -> Iterator[torch.Tensor]:
+    """Tensors in nested containers and in attributes of objects other than modules."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if depth == 0 or isinstance(value, nn.Module | str | bytes | int | float | type):
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        items = list(value)
+    elif hasattr(value, "__dict__") and not callable(value):
+        items = list(vars(value).values())
+    for item in items:
+        yield from reachable(item, depth - 1)
 
 
 def local_copy(

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from whale.errors import WhaleError
 from whale.nn import batch_norm_cuda
 from whale.nn.column_shard import plain
 from whale.nn.forwards import replace_base, replace_forward, runs
-from whale.runtime.collectives import all_sum, gather
+from whale.runtime.collectives import all_sum, first_order_of, gather
 from whale.runtime.groups import communicator
 
 
@@ -169,7 +168,7 @@ class _Normalize(torch.autograd.Function):
         return normalized(x, weight, bias, mean, invstd)
 
     @staticmethod
-    @once_differentiable
+    @first_order_of("a batch norm over replicas")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, mean, invstd, counts = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]

@@ -41,15 +41,33 @@ def first_order(backward: Backward) -> Backward:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor) -> Any:
         if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
-            raise WhaleError(
-                "the model differentiates a gradient (create_graph=True) that several ranks "
-                "compute together",
-                hint="`wh.replicate` the modules it is taken through: on one device each gradient "
-                "has its whole graph",
-            )
+            raise _second_order("that several ranks compute together")
         return backward(ctx, *grads)
 
     return run
+
+
+def first_order_of(what: str) -> Callable[[Backward], Backward]:
+    """The same for a backward that has its whole formula in one step, which no graph records."""
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def run(ctx: Any, *grads: torch.Tensor) -> Any:
+            if torch.is_grad_enabled():
+                raise _second_order(f"of {what}")
+            return backward(ctx, *grads)
+
+        return run
+
+    return decorate
+
+
+def _second_order(what: str) -> WhaleError:
+    return WhaleError(
+        f"the model differentiates a gradient (create_graph=True) {what}",
+        hint="let one device compute it, where each gradient has its whole graph: `wh.replicate` "
+        "a split module, give the stage of a batch norm one replica",
+    )
 
 
 @custom_op("whale::leave", mutates_args=())

@@ -240,7 +240,8 @@ class Executor:
                 if self.borders[value].grad and torch.is_grad_enabled():
                     tensor.requires_grad_()
                 received[value] = tensor
-        if rows == 0 and stage in self.skips:
+        # A micro-batch without a row anywhere is none: one device has no such forward either.
+        if rows == 0 and (stage in self.skips or self.context.micro_rows == 0):
             self._forward_nothing(stage, micro_batch, received)
             return
         begun = self.clock.begin_compute()

@@ -36,6 +36,8 @@ class FormTable:
         self.constant: Marks = {}
         self._forms: dict[int, tuple[Form, bool]] = {}
         self._keep: list[Tensor] = []
+        self._turns: dict[int, Tensor] = {}
+        """Comparisons of sums over rows."""
 
     def form(self, value: Any) -> Form | None:
         """How it is made, if that is known."""
@@ -76,6 +78,27 @@ class FormTable:
             return True
         own = {d % x.dim() for d in dims}
         return len(own) == x.dim() or (0 in own and x.shape[0] == self.rows)
+
+    def bent(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Form | None:
+        """The Form of a function of a sum over rows that bends, here or for other rows.
+
+        A trial sees the side that its rows are on; of a part and of the whole it may be another.
+        """
+        if name not in _BENDS or not isinstance(out, Tensor):
+            return None
+        # Of `where`, what decides: `where(n > 0, total / n, 0)` is a mean.
+        given = list(tensors(args[:1] if name == "where" else args, kwargs))
+        made = [form for x in given if (form := self.form(x)) is not None]
+        turns = any(id(x) in self._turns for x in given)
+        if not turns and not any(form.summed and forms.has_grad(form) for form in made):
+            return None
+        if not out.is_floating_point():
+            self._turns[id(out)] = out
+            return None
+        said = f"the loss is `{name}` of a sum or mean over rows, which may bend in a part of them "
+        return Form(terms=(Term(total=out),), problem=said + "where it does not in all")
 
     def mark(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, ragged: bool
@@ -349,6 +372,11 @@ def _stack(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form
 _CASTS = frozenset(
     "float double half bfloat16 long int to type type_as clone cpu cuda detach view reshape "
     "squeeze unsqueeze contiguous".split()
+)
+_BENDS = frozenset(
+    "clamp clamp_ clamp_min clamp_max clip abs __abs__ abs_ relu relu_ leaky_relu max min maximum "
+    "minimum fmax fmin where hardtanh sign floor ceil round trunc gt lt ge le eq ne __gt__ __lt__ "
+    "__ge__ __le__ __eq__ __ne__ greater less logical_and logical_or logical_not amax amin".split()
 )
 _RAGGED = frozenset("masked_select nonzero argwhere unique unique_consecutive".split())
 Rule = Callable[[FormTable, Any, Any, Any, Any], Form | None]

@@ -108,7 +108,9 @@ class MeanTracker(RerunMode):
                 return self._made(*found)
         out = func(*args, **kwargs)
         rule = RULES.get(name)
-        form = rule(table, func, args, kwargs, out) if rule is not None else None
+        form = table.bent(name, args, kwargs, out)
+        if form is None and rule is not None:
+            form = rule(table, func, args, kwargs, out)
         if form is not None and isinstance(out, Tensor) and form.fits(out):
             table.set(out, form)
         elif args and out is args[0]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from whale.nn.moe import kernels_experts, kernels_permute, products
+from whale.runtime.collectives import first_order_of
 
 
 class _How(NamedTuple):
@@ -80,7 +80,7 @@ class _Experts(torch.autograd.Function):
         return kernels_permute.zero_tail(y, offsets)
 
     @staticmethod
-    @once_differentiable
+    @first_order_of("experts in one kernel")
     def backward(ctx: Any, *grads: Any) -> Any:
         x, h, offsets, w_in, w_out = ctx.saved_tensors
         needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[2:4])
@@ -116,7 +116,7 @@ class _Layer(torch.autograd.Function):
         return kernels_permute.sum_slots(y, inverse, ctx.k, gates, offsets)
 
     @staticmethod
-    @once_differentiable
+    @first_order_of("experts in one kernel")
     def backward(ctx: Any, *grads: Any) -> Any:
         x, h, gates, order, inverse, offsets, w_in, w_out = ctx.saved_tensors
         needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[5:7])
