@@ -14,7 +14,9 @@ from tests.odd.model import HEADS, OPTIMIZERS, SKELETONS, STEMS, build
 from tests.odd.spec import Spec
 from tests.odd.vocabulary import BLOCKS
 
-QUICK = ()
+QUICK = (
+    1016, 1062, 1076, 1101, 1282, 1394, 1426, 1573, 1604, 1632, 1709, 1956, 3115, 3306, 3442, 3521,
+)  # fmt: skip
 """Seeds that meet every kind of layout and most words in some seconds."""
 
 KNOWN: dict[int, str] = {}
@@ -110,10 +112,78 @@ FOUND = {
         "exact",
         {"blocks": ("mlp",), "batch": "dict-extra-first", "layout": "data", "inside": True},
     ),
+    # A dict of modules was a Layer that is never called: its norms were each replica's own.
+    "norms in a dict": (
+        "exact",
+        {"blocks": ("batch-norm",), "skeleton": "dict", "layout": "data", "loss": "values"},
+    ),
+    # Evaluation ran glue as it was traced in training, where gradients were on anyway.
+    "gradients in evaluation": (
+        "exact",
+        {"blocks": ("mlp", "mlp"), "glue": ("energy", ""), "layout": "stages", "loss": "values"},
+    ),
+    # A rank had none of the parameters that one of the groups is for.
+    "optimizer groups": (
+        "exact",
+        {"blocks": ("mlp", "attention"), "layout": "stages", "optimizer": "by-name", "micro": 2},
+    ),
+    # The class's forward was called, not what had taken its place.
+    "forward of a class": ("exact", {"blocks": ("class-forward", "mlp"), "layout": "split"}),
+    # Identical tokens tie, and were told apart by their last bits.
+    "ties in expert choice": (
+        "exact",
+        {"blocks": ("mlp", "moe-choice"), "layout": "data-split", "ranks": 4, "rows": (5, 5, 5)},
+    ),
+    # What a Layer put into a list it was given was lost where the list had been rebuilt.
+    "Layers that change a list": (
+        "refused",
+        {
+            "blocks": ("mlp", "gated-mlp", "attention"),
+            "skeleton": "mutating",
+            "layout": "mixed",
+            "loss": "values",
+        },
+    ),
+    # A trial saw the side of the bend that its rows were on.
+    "a clamped mean": (
+        "refused",
+        {"blocks": ("mlp",), "loss": "values-clamped", "layout": "data"},
+    ),
+    # Micro-batches without a row were run, and counted.
+    "empty micro-batches": (
+        "exact",
+        {
+            "blocks": ("batch-norm-subclass", "mlp"),
+            "loss": "values",
+            "layout": "stages",
+            "micro": 3,
+            "rows": (3, 3, 1),
+        },
+    ),
+    # Arguments in objects were given to a rehearsal with all rows on every rank.
+    "objects as arguments": (
+        "exact",
+        {"blocks": ("mlp", "mlp"), "skeleton": "object", "layout": "mixed", "loss": "values"},
+    ),
+    # Numbers that wh.nn.MoE itself reads were taken for branches of the model.
+    "experts that were not traced": (
+        "exact",
+        {"blocks": ("moe", "mlp"), "skeleton": "object", "layout": "mixed", "ranks": 3, "micro": 2},
+    ),
+    # Of one row nothing can be compared with its parts.
+    "one row as an example": (
+        "refused",
+        {"blocks": ("mlp",), "rows": (1, 3, 1), "layout": "data", "loss": "values"},
+    ),
+    "a norm differentiated twice": (
+        "refused",
+        {"blocks": ("double-backward",), "choices": (706612,), "layout": "data", "loss": "values"},
+    ),
 }
 """What the search found, each as small as it gets."""
 
 
+@pytest.mark.full
 def test_every_word_builds_and_trains_in_plain_torch() -> None:
     for name in BLOCKS:
         spec = Spec(seed=3, blocks=(name,), choices=(5,), glue=("",), batch="masked", rows=(4,) * 3)

@@ -84,10 +84,12 @@ def choose_splits(
         changed = len(kept) != len(options)
         options = kept
     if not options:
+        listed = [graph.layers[i].reasons for i in taskgraph.layers]
+        why = [*whole, *(f"{path}: {reason}" for found in listed for path, reason in found)]
         raise AnnotationError(
             f"nothing in TaskGraph {taskgraph.name} can be split over {width} devices "
             f"(Layers: {', '.join(graph.layers[i].kind for i in taskgraph.layers)})"
-            + (f"; {whole[0]}" if whole else ""),
+            + (f"; {why[0]}" if why else ""),
             hint="use `replicate` for it, split a part with Linear, attention, embedding or "
             "convolution modules, or "
             "register a rule (wh.register_rule)",

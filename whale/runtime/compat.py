@@ -34,10 +34,36 @@ def fake_mode() -> Iterator[None]:
     before = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), _idle_conversions():
             yield
     finally:
         log.setLevel(before)
+
+
+@contextmanager
+def _idle_conversions() -> Iterator[None]:
+    """Inside, `module.to(...)` of what the module is already does nothing.
+
+    Routers of transformers convert themselves in every forward; of a fake, torch swaps the tensors
+    even where nothing changes, and fails.
+    """
+    convert = nn.Module.to
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        tensors = [*self.parameters(), *self.buffers()]
+        same = all(
+            (device is None or t.device == device)
+            and (dtype is None or t.dtype == dtype or not t.is_floating_point())
+            for t in tensors
+        )
+        return self if same and layout is None else convert(self, *args, **kwargs)
+
+    nn.Module.to = to  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to = convert  # type: ignore[method-assign]
 
 
 def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
