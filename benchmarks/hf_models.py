@@ -11,6 +11,7 @@ casts casts to float64: then anything above 1e-9 is an error.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -128,6 +129,12 @@ def widen() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(("transformers.", "peft.")) and vars(module).get("torch") is torch:
             module.torch = wide  # type: ignore[attr-defined]
+            for kind in (k for k in vars(module).values() if isinstance(k, type)):
+                for function in (f for f in vars(kind).values() if inspect.isfunction(f)):
+                    # Evaluated when the module was imported.
+                    function.__defaults__ = function.__defaults__ and tuple(
+                        torch.float64 if d is torch.float32 else d for d in function.__defaults__
+                    )
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
 
 

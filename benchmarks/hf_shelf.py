@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +328,8 @@ def summary(found: dict[str, dict[str, Any]], layouts: Sequence[str]) -> list[st
 def write(out: Path, found: dict[str, dict[str, Any]], layouts: Sequence[str]) -> None:
     """The table and its data."""
     ordered = {name: found[name] for name in SHELF if name in found}
-    hardware = f"{platform.machine()} CPU, torch {torch.__version__}, gloo"
+    versions = f"torch {torch.__version__}, transformers {version('transformers')}"
+    hardware = f"{platform.machine()} CPU, {versions}, gloo"
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     data = {"date": date, "hardware": hardware, "rows": ordered}
     out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")

@@ -78,8 +78,32 @@ def _token(value: Any, values: bool, depth: int) -> Any:
         return sorted(repr(_token(item, values, depth - 1)) for item in value)
     inside = getattr(value, "__dict__", None)
     if isinstance(inside, dict) and not callable(value):
-        return [(k, _token(v, values, depth - 1)) for k, v in inside.items()]
+        return [(k, _inside_token(v, values, depth - 1)) for k, v in inside.items()]
     return type(value)
+
+
+def _inside_token(value: Any, values: bool, depth: int) -> Any:
+    if value is None or isinstance(value, str):
+        return _Word(value)
+    return _token(value, values, depth)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Word:
+    """A word in an object that is no module: filling it in is no change.
+
+    Hugging Face's losses write into the model's config which problem they are for.
+    """
+
+    text: str | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Word) and (
+            self.text == other.text or self.text is None or other.text is None
+        )
+
+    def __hash__(self) -> int:
+        return 0
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:

@@ -73,6 +73,12 @@ def called_by_engine() -> bool:
     return os.path.abspath(frame.f_code.co_filename).startswith(_ENGINE)
 
 
+def _asks_gradient(func: Any, args: tuple[Any, ...]) -> bool:
+    """`x.requires_grad = True` on data, for a checkpoint's sake: no weight's gradient needs it."""
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return attribute == "requires_grad" and args[1] is True and not args[0].requires_grad
+
+
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     """`tensor[index] = value` as an operation that gives the changed tensor."""
     tensor[index] = value
@@ -229,6 +235,8 @@ class GlueTracer(TorchFunctionMode):
             return self._read(func, name, args, kwargs)
         if name == "__setitem__":
             func, name = set_item, "set_item"
+        if name == "__set__" and not self.paused and _asks_gradient(func, args):
+            return None
         drawn = None
         if is_random(func):
             out = self.recorder.__torch_function__(func, (), args, kwargs)
