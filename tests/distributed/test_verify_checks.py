@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import whale as wh
-from tests.distributed.faults import vectors
+from tests.distributed.faults import Case, vectors
 from tests.distributed.subtle_faults import (
     BUFFERS,
     CASES,
@@ -213,3 +214,23 @@ def test_every_buffer_has_a_scale_of_its_own() -> None:
 def test_the_model_float32_inside_is_what_it_says() -> None:
     with pytest.raises(RuntimeError, match="dtype|type"):
         Float32Inside().double()(vectors(5)[0].double())
+
+
+class _NeedsRows(nn.Module):
+    """Has no answer for an empty batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.mix, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x)
+        return self.out(self.mix(h - h.detach().max(0).values.mean() * 0).relu())
+
+
+def test_a_rank_that_refuses_does_not_let_the_others_wait() -> None:
+    tags = lambda: {"inp|out": wh.replicate(), "mix": wh.split()}  # noqa: E731
+    verdict = verify(Case(_NeedsRows, tags, vectors(5)), checks=["steps", "one row"])
+    assert verdict.ok, str(verdict)
+    status = {c.name: (c.status, c.note) for c in verdict.checks}
+    assert status["one row"][0] == "refused" and "empty batch" in status["one row"][1]

@@ -376,7 +376,8 @@ _CASTS = frozenset(
 _BENDS = frozenset(
     "clamp clamp_ clamp_min clamp_max clip abs __abs__ abs_ relu relu_ leaky_relu max min maximum "
     "minimum fmax fmin where hardtanh sign floor ceil round trunc gt lt ge le eq ne __gt__ __lt__ "
-    "__ge__ __le__ __eq__ __ne__ greater less logical_and logical_or logical_not amax amin".split()
+    "__ge__ __le__ __eq__ __ne__ greater less logical_and logical_or logical_not __and__ __or__ "
+    "__xor__ __invert__ __rand__ __ror__ bitwise_and bitwise_or bitwise_not amax amin".split()
 )
 _RAGGED = frozenset("masked_select nonzero argwhere unique unique_consecutive".split())
 Rule = Callable[[FormTable, Any, Any, Any, Any], Form | None]

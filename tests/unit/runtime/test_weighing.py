@@ -101,3 +101,33 @@ def test_random_losses_are_exact_or_refused(first: int) -> None:
 def test_many_random_losses_are_exact_or_refused(first: int) -> None:
     found = [outcome(seed) for seed in range(first, first + 500)]
     assert not [text for text in found if text.startswith("WRONG")]
+
+
+BENT = {
+    "clamp": lambda x, m: x.mean().clamp(max=1.0),
+    "flooding": lambda x, m: (x.mean() - 0.1).abs() + 0.1,
+    "where": lambda x, m: torch.where(x.mean() > 0, x.mean(), 2 * x.mean()),
+    "relu of columns": lambda x, m: x.mean(0).relu().sum(),
+    "maximum": lambda x, m: 3 * torch.maximum(x.sum() / 6, x.new_zeros(())) + 1,
+    "both": lambda x, m: torch.where((x.mean() > 0) & (m.sum() > 2), x.mean(), x.sum()),
+}
+STRAIGHT = {
+    "each row": lambda x, m: x.clamp(min=0).abs().mean(),
+    "a count": lambda x, m: (x.sum(1) * m).sum() / m.sum().clamp(min=1),
+    "some or none": lambda x, m: torch.where(
+        m.sum() > 0, (x.sum(1) * m).sum() / m.sum(), x.new_zeros(())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*BENT, *STRAIGHT])
+def test_what_bends_after_the_sum_is_refused(name: str) -> None:
+    x, mask = torch.randn(6, 3, requires_grad=True), torch.tensor([1, 0, 1, 1, 0, 1])
+    tracker = MeanTracker(6)
+    with tracker:
+        value = {**BENT, **STRAIGHT}[name](x, mask)
+    if name in STRAIGHT:
+        assert tracker.weigh(value, 1.0).total.requires_grad
+        return
+    with pytest.raises(WhaleError, match="of a sum or mean over rows, which may bend"):
+        tracker.weigh(value, 1.0)

@@ -1,0 +1,81 @@
+"""Optimizers of ranks that hold a part of the model: the groups of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from whale.errors import WhaleError
+from whale.runtime.optimizer import make_optimizer
+
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
+ALL = list(MODEL.named_parameters())
+
+
+def by_dim(named: Any) -> torch.optim.Optimizer:
+    kinds: list[list[Any]] = [[], []]
+    for name, p in named:
+        kinds[p.dim() > 1].append((name, p))
+    return torch.optim.AdamW([{"params": k, "weight_decay": 0.1 * i} for i, k in enumerate(kinds)])
+
+
+def without_empty(named: Any) -> torch.optim.Optimizer:
+    """A group less where there is nothing for it."""
+    named = list(named)
+    groups = [[p for n, p in named if n.endswith(end)] for end in ("bias", "weight")]
+    return torch.optim.SGD([{"params": g, "lr": 0.1 + i} for i, g in enumerate(groups) if g])
+
+
+def plain(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in params if p.dim() > 1], lr=0.1)
+
+
+def fused(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(named, fused=True)
+
+
+def adagrad(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(named)
+
+
+FACTORIES = (by_dim, without_empty, plain, fused, adagrad)
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize("held", [(0,), (1, 2, 3), (4,), (), (0, 1, 2, 3, 4)])
+def test_groups_are_those_of_one_device(
+    factory: Callable[[Any], torch.optim.Optimizer], held: tuple[int, ...]
+) -> None:
+    mine = [ALL[i] for i in held]
+    whole = make_optimizer(factory, ALL, ALL)
+    made = make_optimizer(factory, mine, ALL)
+    assert len(made.param_groups) == len(whole.param_groups)
+    own = {id(p) for _, p in mine}
+    for group, wanted in zip(made.param_groups, whole.param_groups, strict=True):
+        assert group["params"] == [p for p in wanted["params"] if id(p) in own]
+        assert group.get("param_names") == (
+            [n for n in wanted["param_names"] if n in dict(mine)]
+            if "param_names" in wanted
+            else None
+        )
+        assert group["lr"] == wanted["lr"]
+    assert all(id(p) in own for p in made.state)
+    for _, p in mine:
+        p.grad = torch.ones_like(p)
+    made.step()
+    for _, p in mine:
+        p.grad = None
+
+
+def test_a_factory_that_fails_says_why() -> None:
+    def broken(named: Any) -> torch.optim.Optimizer:
+        raise KeyError("nothing here")
+
+    with pytest.raises(WhaleError, match="nothing here.*and on plain parameters"):
+        make_optimizer(broken, ALL[:1], ALL)
+    with pytest.raises(WhaleError, match="was not called with"):
+        make_optimizer(lambda named: torch.optim.SGD(MODEL.parameters(), lr=1), ALL[:1], ALL)
