@@ -7,7 +7,6 @@ of every value, the FLOPs per row, and the constants of the glue that grow with 
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,6 +23,7 @@ from whale.engine.changes import changed as changed_state
 from whale.engine.changes import spare_loss, state_of
 from whale.engine.draw_recorder import DrawRecorder, Randomness
 from whale.engine.examples import Example, example_of
+from whale.engine.fakes import fake_batch, fake_copy
 from whale.engine.graph import Run, graph_of
 from whale.engine.layers import find_layers, layer_tags, open_uncalled
 from whale.engine.match import split_options
@@ -32,7 +32,6 @@ from whale.engine.program import Program, merge, tensors_in, tree_map
 from whale.engine.readers import Readers
 from whale.engine.stacked_experts import give_shapes
 from whale.engine.trace import GlueTracer, add_constants
-from whale.engine.weights import plain_tensors
 from whale.engine.work import WorkCounter
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
@@ -46,7 +45,7 @@ from whale.nn.randomness import follow_all
 from whale.nn.router_losses import computed_by, shapes_only
 from whale.runtime import batch as batches
 from whale.runtime import generators, recompute
-from whale.runtime.compat import fake_mode, real_tensors, run_eagerly, unchecked_distributions
+from whale.runtime.compat import fake_mode, unchecked_distributions
 
 ROWS = (2, 3)
 
@@ -67,64 +66,6 @@ class Captured:
     """What a forward changes in the model, by name; None: it does not run on fake tensors."""
 
 
-def named_state(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
-    """Parameters and buffers by their first names, each tied tensor once."""
-    return dict(model.named_parameters()), dict(model.named_buffers())
-
-
-def _fake_copy(model: nn.Module) -> tuple[nn.Module, dict[int, str], dict[int, torch.Tensor]]:
-    """The model on fake tensors; names of its state by id; real values of its buffers by id."""
-    parameters, buffers = named_state(model)
-    memo: dict[int, Any] = {}
-    names: dict[int, str] = {}
-    values: dict[int, torch.Tensor] = {}
-    for name, parameter in parameters.items():
-        fake = nn.Parameter(
-            torch.empty(parameter.shape, dtype=parameter.dtype),
-            requires_grad=parameter.requires_grad,
-        )
-        memo[id(parameter)] = fake
-        names[id(fake)] = name
-    for name, buffer in buffers.items():
-        fake_buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
-        memo[id(buffer)] = fake_buffer
-        names[id(fake_buffer)] = name
-        if not buffer.is_meta:
-            with real_tensors():
-                # A copy: glue that writes to a buffer is evaluated on it.
-                values[id(fake_buffer)] = buffer.detach().to("cpu", copy=True)
-    for tensor in plain_tensors(model):
-        if id(tensor) in memo:
-            continue
-        fake_tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-        memo[id(tensor)] = fake_tensor.requires_grad_(tensor.requires_grad)
-        if not tensor.is_meta:
-            with real_tensors():
-                values[id(fake_tensor)] = tensor.detach().to("cpu", copy=True)
-    try:
-        fake_model = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise CaptureError(
-            f"{type(model).__name__} cannot be copied: {error}",
-            hint="attributes such as locks, files or process groups must not sit on modules",
-        ) from error
-    run_eagerly(fake_model)
-    # The memo keeps the originals' ids alive; the fakes live in the copied model.
-    return fake_model, names, values
-
-
-def _fake_batch(batch: Any, rows: int) -> Any:
-    total = batches.num_rows(batch)
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        shape = list(tensor.shape)
-        if batches.has_rows(tensor, total):
-            shape[0] = rows
-        return torch.empty(shape, dtype=tensor.dtype)
-
-    return batches.rebuild(batch, [fake(t) for t in batches.leaves(batch)])
-
-
 def _run(
     model: nn.Module,
     batch: Any,
@@ -138,14 +79,14 @@ def _run(
 ) -> Run:
     """One run on fakes of `rows` rows; `seen` says which Layers there are, and learns of calls."""
     with generators.seeded(0) as asked, fake_mode(), computed_by(model, shapes_only):
-        fake, names, values = _fake_copy(model)
+        fake, names, values = fake_copy(model)
         if evaluates:
             fake.eval()
         elif training and not fake.training:
             fake.train()
         mark_hooks(fake)
         give_shapes(fake)
-        inputs = _fake_batch(batch, rows)
+        inputs = fake_batch(batch, rows)
         run = Run.empty()
         run.asked = asked
         tracer = GlueTracer(batches.leaves(inputs), names)
