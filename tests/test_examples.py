@@ -93,7 +93,9 @@ def changes(name: str) -> list[str]:
 
 
 @limit(2 * SECONDS)
-@pytest.mark.parametrize(("name", "num_ranks"), [("three_d", 8), ("experts", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [pytest.param("three_d", 8, marks=pytest.mark.full), ("experts", 2)]
+)
 def test_a_parallel_twin_equals_one_device(name: str, num_ranks: int):
     expected = losses(run(f"examples/{name}_plain.py"))
     found = losses(launch(num_ranks, f"{name}.py"))

@@ -256,7 +256,7 @@ def _four_ranks() -> dict[str, tuple[float, float]]:
     [
         pytest.param(2, _two_ranks, id="2"),
         pytest.param(3, _three_ranks, id="3", marks=pytest.mark.full),
-        pytest.param(4, _four_ranks, id="4"),
+        pytest.param(4, _four_ranks, id="4", marks=pytest.mark.full),
     ],
 )
 def test_other_kinds_of_batches(ranks: int, fn: Any) -> None:

@@ -413,6 +413,7 @@ def close_and_go_on(layout_names: list[str]) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_closed_step_leaves_room_for_another_layout() -> None:
     layouts = ["data-pipeline-uneven", "pipeline-tensor-uneven", "data-tensor-uneven"]
     truth = plain()

@@ -25,10 +25,14 @@ def family(layout: str) -> str:
     return layout.removesuffix("-uneven")
 
 
+_PIPELINES = {"gpipe", "1f1b", "interleaved", "zero", "pipeline", "colocated"}
+
+
 def traits(layout: str) -> frozenset[str]:
-    """What a layout is made of: the words of its name, and whether it is nested."""
-    words = layout.replace("3d", "data-tensor-pipeline-3d").split("-")
-    return frozenset(words) | ({"nested"} if LAYOUTS[layout].nested else set())
+    """What kinds of parallelism a layout is made of, whether it is uneven, and nested."""
+    words = set(layout.replace("3d", "data-tensor-pipeline").split("-"))
+    found = words & {"data", "tensor", "uneven"} | ({"pipeline"} if words & _PIPELINES else set())
+    return frozenset(found | ({"nested"} if LAYOUTS[layout].nested else set()))
 
 
 def pairwise() -> list[tuple[str, str]]:

@@ -66,12 +66,9 @@ def test_pairwise_part_covers_the_matrix() -> None:
 DROPOUT = [
     ("gpt", "data-uneven"),
     ("gpt", "tensor-uneven"),
-    ("gpt", "colocated-uneven"),
     ("encdec", "1f1b"),
-    ("encdec", "pipeline-tensor-uneven"),
     ("lstm", "zero-bubble"),
     ("hf_bert", "data-tensor-uneven"),
-    ("hf_gpt2", "interleaved"),
 ]
 
 

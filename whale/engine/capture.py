@@ -104,12 +104,14 @@ def _run(
         _watch_dropouts(fake, tracer.recorder, counter)
         _watch_queues(fake, run)
         modules = dict(fake.named_modules(remove_duplicate=False))
+        # What a Layer offers does not depend on the rows: one run tells.
+        offering = split_layers if rows == ROWS[0] else set()
         for path in seen.layers:
             layer = modules[path]
             if path in split_layers:
                 _watch_inputs(path, layer, run)
             replace_forward(
-                layer, _watched(path, layer, tracer, counter, run, split_layers, names, readers)
+                layer, _watched(path, layer, tracer, counter, run, offering, names, readers)
             )
         follow_all(tracer.recorder.names, fake.named_modules())
         before = state_of(fake, loss, values=False)

@@ -50,7 +50,7 @@ def test_what_fits_in_equal_shares_fits_in_balanced_ones(name, devices, rows):
     ("name", "rows", "fewer", "more"),
     [
         ("bert-large", 256, "1x2x4090", "1x2x4090+1x1xT4"),
-        ("t5-large", 64, "1x4xT4", "1x4xT4+1x1xT4"),
+        pytest.param("t5-large", 64, "1x4xT4", "1x4xT4+1x1xT4", marks=pytest.mark.full),
         ("gnmt", 512, "1x3xV100-16GB", "1x3xV100-16GB+1x1xA100-40GB"),
         ("t5-small", 4, "1x4xT4", "1x1xT4+1x4xT4"),
     ],
