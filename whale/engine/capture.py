@@ -37,7 +37,7 @@ from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
     ModelGraph,
 )
-from whale.nn.forwards import mark_hooks, replace_forward
+from whale.nn.forwards import mark_hooks, replace_forward, take_hooks
 from whale.nn.keyed_modules import is_dropout
 from whale.nn.moe.layer import MoE
 from whale.nn.moe.router import Alone
@@ -108,10 +108,11 @@ def _run(
         offering = split_layers if rows == ROWS[0] else set()
         for path in seen.layers:
             layer = modules[path]
+            own = take_hooks(layer)
             if path in split_layers:
                 _watch_inputs(path, layer, run)
             replace_forward(
-                layer, _watched(path, layer, tracer, counter, run, offering, names, readers)
+                layer, _watched(path, layer, own, tracer, counter, run, offering, names, readers)
             )
         follow_all(tracer.recorder.names, fake.named_modules())
         before = state_of(fake, loss, values=False)
@@ -151,6 +152,7 @@ def _result_ref(tracer: GlueTracer, leaf: Any) -> Any:
 def _watched(
     path: str,
     layer: nn.Module,
+    own: Callable[..., Any],
     tracer: GlueTracer,
     counter: WorkCounter,
     run: Run,
@@ -158,12 +160,12 @@ def _watched(
     names: dict[int, str],
     readers: Readers,
 ) -> Callable[..., Any]:
-    forward, replaced = layer.forward, layer.__dict__.get("forward")
+    replaced = layer.__dict__.get("forward")
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         given = [(held, _items(held)) for held in _containers((args, kwargs))]
         out = counter.layer(
-            path, (args, kwargs), lambda: tracer.layer_call(path, forward, args, kwargs)
+            path, (args, kwargs), lambda: tracer.layer_call(path, own, args, kwargs)
         )
         if path not in run.order:
             run.order.append(path)

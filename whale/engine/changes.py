@@ -24,6 +24,7 @@ from whale.engine.weights import plain_tensors
 from whale.errors import PlanError
 from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan
+from whale.nn.forwards import global_forward_hooks
 from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
 from whale.runtime import generators
@@ -263,6 +264,12 @@ def refuse_across_stages(plan: Plan, model: nn.Module, captured: Any) -> None:
     """With several stages, what a forward changes must belong to a Layer of one of them."""
     if len(plan.stages) == 1 or captured.program is None:
         return
+    if global_forward_hooks():
+        raise PlanError(
+            f"forward hooks on all modules (register_module_forward_hook) see modules that "
+            f"{len(plan.stages)} stages do not call, and Layers twice",
+            hint="register hooks on the modules they are for, or use one stage",
+        )
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(path)

@@ -9,6 +9,7 @@ the user's. Where such a subclass calls the forward of its base, that call alone
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -60,6 +61,47 @@ def has_hooks(module: nn.Module) -> bool:
         return bool(marked)
     everywhere = any(getattr(global_hooks, f"_global{name}", None) for name in _HOOKS)
     return everywhere or any(getattr(module, name, None) for name in _HOOKS)
+
+
+_CALL_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def take_hooks(module: nn.Module) -> Callable[..., Any]:
+    """Takes forward hooks off a module; what comes back calls it with them, as it was.
+
+    A trace in which they ran around a Layer would run them once more with the Layer.
+    """
+    own, replaced = module.forward, module.__dict__.get("forward")
+    if not module._forward_hooks and not module._forward_pre_hooks:
+        return own
+    hooks = {name: module.__dict__[name] for name in _CALL_HOOKS}
+    for name in hooks:
+        module.__dict__[name] = OrderedDict()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        now = {name: module.__dict__.get(name) for name in (*hooks, "forward")}
+        module.__dict__.update(hooks)
+        if replaced is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = replaced
+        try:
+            return module(*args, **kwargs)
+        finally:
+            module.__dict__.update(now)
+
+    return call
+
+
+def global_forward_hooks() -> bool:
+    """Whether hooks on all modules change or see every forward."""
+    return bool(global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks)
 
 
 def replace_base(module: nn.Module, base: type[nn.Module], forward: Callable[..., Any]) -> BaseCall:
