@@ -11,6 +11,8 @@ module is what a script holds, so its methods are answered by the Step:
 | `model(x)` | the trained weights, without gradients, where all of it is here; else an error |
 | `model.train()`, `model.eval()`, of any part | taken over by the next step |
 | `model.parameters()` | the user's own; said once that they are not those that train |
+| `model.block.temperature = 0.5` | the copy that trains has it too, where its code reads it |
+| another tensor, module or method set | an error |
 | `requires_grad_`, `half()`, writing to a tensor | an error at the next step |
 
 All parts of the model have faces of their own. They are attributes of the instances, which `copy`
@@ -26,7 +28,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
@@ -34,6 +36,7 @@ import torch
 from torch import nn
 
 from whale.engine.loose_ends import hooked
+from whale.engine.weights import reachable
 from whale.errors import WhaleError
 from whale.runtime.compat import uncompiled
 
@@ -135,19 +138,26 @@ def hide_from_compiler() -> None:
 class Face:
     """The faces of a model and its parts, and what of the model the next step must follow."""
 
-    def __init__(self, model: nn.Module, local: nn.Module, step: Trained) -> None:
+    def __init__(
+        self, model: nn.Module, local: nn.Module, step: Trained, layers: Collection[str] | None
+    ) -> None:
         self.model = model
+        self.layers = layers
+        """Of which this rank runs the code as it stands; None: of the whole model."""
+        self.steps = 0
         self._step: weakref.ref[Trained] | None = weakref.ref(step)
         self._said: set[str] = set()
         parts = dict(local.named_modules(remove_duplicate=False))
         modules = list(model.named_modules())
         self.pairs = [(module, parts[path]) for path, module in modules]
+        self.copies = {path: parts[path] for path, _ in modules}
         self.tensors = [*model.named_parameters(), *model.named_buffers()]
         self.note()
         self.methods = [
             _Method(self, module, path, name) for path, module in modules for name in _METHODS
         ]
         _put_on(self.methods)
+        _watch(self, on=True)
 
     def step(self) -> Trained | None:
         """The open Step."""
@@ -156,6 +166,7 @@ class Face:
     def take_off(self) -> None:
         """The model is the user's alone again."""
         self._step = None
+        _watch(self, on=False)
         _take_off(self.methods)
         self.methods.clear()
         self.pairs.clear()
@@ -164,6 +175,7 @@ class Face:
     def note(self) -> None:
         """What the user's tensors look like now."""
         self._looks = [_looks(tensor) for _, tensor in self.tensors]
+        self._samples = [_sample(tensor) for _, tensor in self.tensors]
         self._hooks = [_hooks(user) for user, _ in self.pairs]
 
     def follow(self) -> bool:
@@ -173,16 +185,42 @@ class Face:
             if local.training is not user.training:
                 local.training = user.training
                 changed = True
-            if _hooks(user) > hooks:
+            if _hooks(user) != hooks:
                 raise WhaleError(
-                    f"a hook was put on a {type(user).__name__} while a step is open, which trains "
-                    "a copy",
+                    f"a hook was put on a {type(user).__name__}, or taken off it, while a step is "
+                    "open, which trains a copy",
                     hint="register hooks before wh.parallelize",
                 )
         for (name, tensor), look in zip(self.tensors, self._looks, strict=True):
             if _looks(tensor) != look:
                 raise _changed(name, look, _looks(tensor))
+        self.steps += 1
+        if self.steps & (self.steps - 1) == 0:
+            # `tensor.data` is written to unseen: some elements tell, ever more rarely.
+            for (name, tensor), sample in zip(self.tensors, self._samples, strict=True):
+                if not torch.equal(_sample(tensor), sample):
+                    raise _changed(name, _looks(tensor), _looks(tensor))
         return changed
+
+    def set(self, module: nn.Module, path: str, name: str, value: Any) -> None:
+        """The user sets an attribute of a part of the model while the step is open."""
+        if name == "training" or name.startswith("_whale"):
+            return
+        known = {**module._parameters, **module._buffers, **module._modules}
+        code = name in known or (callable(value) and hasattr(type(module), name))
+        here = self.layers is None or any(
+            path == x or path.startswith(f"{x}.") or not x for x in self.layers
+        )
+        if here and not code and not isinstance(value, nn.Module) and not any(reachable(value)):
+            # Every rank sets it; one that does not run this part has no use for it.
+            setattr(self.copies[path], name, value)
+            return
+        raise WhaleError(
+            f"{path or 'the model'}.{name} is set while a step is open, which trains a copy"
+            + ("" if here else ": its code between Layers was traced with the value it had"),
+            hint="numbers that change in training belong into modules that are Layers, or into the "
+            "batch; anything else is changed before wh.parallelize",
+        )
 
     def say_mode(self) -> None:
         """A step begins."""
@@ -224,13 +262,25 @@ def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.requires_grad, tensor.dtype, tensor._version, hooked(tensor)
 
 
-def _hooks(module: nn.Module) -> int:
-    """Of a module: those that a copy made before has not."""
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A few elements from all over it, by their bits."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return torch.empty(0)
+    flat = tensor.detach().flatten()
+    taken = flat[:: max(1, flat.numel() // _SAMPLE)].clone()
+    return taken.view(torch.uint8) if taken.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+_SAMPLE = 256
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """Of a module: which there are."""
     return (
-        len(module._forward_hooks)
-        + len(module._forward_pre_hooks)
-        + len(module._backward_hooks)
-        + len(module._backward_pre_hooks)
+        *module._forward_hooks,
+        *module._forward_pre_hooks,
+        *module._backward_hooks,
+        *module._backward_pre_hooks,
     )
 
 
@@ -256,6 +306,26 @@ def _changed(name: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> WhaleE
         hint="load values with model.load_state_dict or step.load, or change the model before "
         "wh.parallelize",
     )
+
+
+_set_plainly = nn.Module.__setattr__
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
+    method = module.__dict__.get("state_dict")
+    if isinstance(method, _Method) and method.face.step() is not None:
+        method.face.set(module, method.path, name, value)
+    _set_plainly(module, name, value)
+
+
+_open: set[int] = set()
+"""Faces that are on: only then attributes are watched."""
+
+
+def _watch(face: Face, *, on: bool) -> None:
+    _open.add(id(face)) if on else _open.discard(id(face))
+    watched = _set_attribute if _open else _set_plainly
+    nn.Module.__setattr__ = watched  # type: ignore[method-assign, assignment]
 
 
 def _put_on(methods: list[_Method]) -> None:

@@ -46,7 +46,8 @@ def noisy_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def held(model: nn.Module, *, training: bool = True) -> Iterator[None]:
     """Inside, it is in training mode, but batch norms are not, and experts have room for all."""
     flags = [(module, module.training) for module in model.modules()]
-    model.train(training)
+    for module, _ in flags:
+        module.training = training  # not by `train`, in which modules may change their weights
     changes: list[tuple[nn.Module, dict[str, Any]]] = []
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

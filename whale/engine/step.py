@@ -34,6 +34,7 @@ from whale.engine.recheck import recheck
 from whale.engine.sharers import held_tensors
 from whale.engine.standing import load_into, runnable, write_back
 from whale.engine.variants import Variants
+from whale.errors import WhaleError
 from whale.ir.measured import Measured, MeasuredDevice
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
@@ -146,7 +147,8 @@ class Step:
         )
         self._meetings = Meetings(self._heartbeat) if self._heartbeat is not None else None
         lowered.executor.on_action = self._on_action
-        self._face = Face(model, lowered.model, self)
+        layers = [path for t in plan.taskgraphs for path in t.layers]
+        self._face = Face(model, lowered.model, self, layers if len(plan.stages) > 1 else None)
 
     @property
     def config(self) -> Config:
@@ -225,6 +227,11 @@ class Step:
         Returns the global mean loss as `loss`, the gradient norm as `grad_norm` when clipping, and
         the named outputs asked for; values are tensors, read them when you need them.
         """
+        if not torch.is_grad_enabled():
+            raise WhaleError(
+                "a step is called under torch.no_grad, where nothing can be trained",
+                hint="call step.evaluate(batch) for the loss without gradients",
+            )
         taken = self._intake.take(batch, self, training=True)
         with self._together("step", taken.details), no_autocast(self._lowered.device):
             return self._train(taken)
@@ -300,6 +307,8 @@ class Step:
                 totals = self._run(taken, self._forward_actions, None)
             self._compare_branches(taken)
         finally:
+            if flags[lowered.model]:
+                lowered.model.train()  # modules may do more then than to turn a flag
             for module, flag in flags.items():
                 module.training = flag
         metrics: dict[str, Any] = {"loss": loss_and_count(self._sum(totals.sums))[0]}

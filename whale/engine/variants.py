@@ -40,7 +40,7 @@ _MOST = 64
 """Variants kept; the one used longest ago is traced again when it is needed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Variant:
     """The stages of this rank, and the program they were cut from."""
 
@@ -54,6 +54,7 @@ class Variant:
     """Numbers of rows for which the program was held against a trace of its own."""
     totals: set[int] = field(default_factory=set)
     """Sizes of global batches all of whose parts were."""
+    uses: int = 0
 
 
 class Variants:
@@ -98,6 +99,11 @@ class Variants:
         key = (signature, _flags(self.lowered.model), torch.is_grad_enabled())
         found = self._known.pop(key, None) or self._make(batch.data, signature)
         self._known[key] = found
+        found.uses += 1
+        if found.uses > 1 and found.uses & (found.uses - 1) == 0:
+            # A Python number that code between stages or the loss reads may be another now.
+            found.checked.clear()
+            found.totals.clear()
         self._check_rows(found, batch, signature)
         if len(self._known) > _MOST:
             self._known.popitem(last=False)

@@ -8,6 +8,7 @@ is refused there; one over other parameters than it was given would train nothin
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,21 +54,31 @@ def make_optimizer(
 
 def _called(factory: Any, named: Named, model: Named, device: torch.device) -> Any:
     held = dict(named)
-    missing = [(name, p) for name, p in model if name not in held]
+    missing = {name: p for name, p in model if name not in held}
+    cut = {name: p for name, p in model if name in held and held[name].shape != p.shape}
     errors: list[Exception] = []
-    for pairs in (True, False):
-        # Without memory; with one element each for optimizers that look at devices or values.
-        for place in (torch.device("meta"), device) if missing else (device,):
-            others = {name: _stand_in(p, place) for name, p in missing}
-            every = [(name, held.get(name, others.get(name))) for name, _ in model] or list(named)
-            try:
-                made = factory(every if pairs else [p for _, p in every])
-            except Exception as error:  # noqa: BLE001 - the user's code
-                errors.append(error)
-                continue
-            if isinstance(made, torch.optim.Optimizer):
-                _take_out(made, {id(p) for p in others.values()})
-            return made
+    # As pairs or plain; shards with the shape of the whole (rules by size) or as they are; without
+    # memory, or with one element each for optimizers that look at devices or values.
+    ways = itertools.product(
+        (True, False),
+        (True, False) if cut else (False,),
+        (torch.device("meta"), device) if missing or cut else (device,),
+    )
+    for pairs, whole, place in ways:
+        replaced = {**missing, **(cut if whole else {})}
+        others = {name: _stand_in(p, place) for name, p in replaced.items()}
+        every = [(name, others.get(name, held.get(name))) for name, _ in model] or list(named)
+        try:
+            made = factory(every if pairs else [p for _, p in every])
+        except Exception as error:  # noqa: BLE001 - the user's code
+            errors.append(error)
+            continue
+        if isinstance(made, torch.optim.Optimizer):
+            known = type(made).__module__.startswith("torch.optim")
+            if whole and (made.state or not known):
+                continue  # it made something of the shapes, or may keep parameters elsewhere
+            _exchange(made, {id(p): held.get(name) for name, p in others.items()})
+        return made
     raise WhaleError(
         f"`optimizer` failed on [(name, parameter), ...] with {_text(errors[0])}, and on plain "
         f"parameters with {_text(errors[-1])}",
@@ -81,12 +92,14 @@ def _stand_in(parameter: torch.Tensor, device: torch.device) -> torch.nn.Paramet
     return torch.nn.Parameter(one.expand(parameter.shape))
 
 
-def _take_out(made: torch.optim.Optimizer, strangers: set[int]) -> None:
+def _exchange(made: torch.optim.Optimizer, strangers: dict[int, torch.nn.Parameter | None]) -> None:
+    """Puts what this rank holds in the place of stand-ins, and takes the others out."""
     for group in made.param_groups:
-        keep = [i for i, p in enumerate(group["params"]) if id(p) not in strangers]
-        for key in ("params", "param_names"):
-            if key in group:
-                group[key] = [group[key][i] for i in keep]
+        params = [strangers.get(id(p), p) for p in group["params"]]
+        if "param_names" in group:
+            pairs = zip(group["param_names"], params, strict=True)
+            group["param_names"] = [name for name, p in pairs if p is not None]
+        group["params"] = [p for p in params if p is not None]
     for parameter in [p for p in made.state if id(p) in strangers]:
         del made.state[parameter]
 
