@@ -47,7 +47,7 @@ from whale.planner.make_plan import make_plan, orders_of
 from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
 from whale.runtime.agreement import check_same_weights
-from whale.runtime.compat import compiled_parts
+from whale.runtime.compat import compiled_parts, drop_cached_fakes
 from whale.runtime.optimizer import state_tensors
 from whale.runtime.outputs import Merge
 from whale.runtime.preflight import check_versions
@@ -130,6 +130,7 @@ def parallelize(
     refuse_own_parameters(model, loss)
     _say_eager(model)
     captured = capture(model, batch, loss)
+    drop_cached_fakes()
     if plan is None:
         plan = _plan(
             captured, _cluster(cluster), settings, batches.num_rows(batch), _training(optimizer)

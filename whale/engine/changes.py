@@ -275,6 +275,7 @@ def refuse_across_stages(plan: Plan, model: nn.Module, captured: Any) -> None:
         paths.setdefault(id(module), []).append(path)
     by_path = {path: every for every in paths.values() for path in every}
     readers = _readers(plan, captured)
+    _refuse_shared(plan, model, captured.changes or ())
     for name in sorted(captured.changes or ()):
         owner, _, leaf = name.rpartition(".")
         stages: set[int] = set()
@@ -289,6 +290,26 @@ def refuse_across_stages(plan: Plan, model: nn.Module, captured: Any) -> None:
                 f"{name} is changed by the forward, {what}: {len(plan.stages)} stages would not "
                 "see it as one device does",
                 hint="change and read it inside one annotated module, or use one stage",
+            )
+
+
+def _refuse_shared(plan: Plan, model: nn.Module, changes: Iterable[str]) -> None:
+    """A dict or list that modules of several stages hold, and a forward changes."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    holders: dict[int, dict[str, set[int]]] = {}
+    for name in sorted(changes):
+        owner, _, leaf = name.rpartition(".")
+        value = modules[owner].__dict__.get(leaf) if owner in modules else None
+        if value is None or isinstance(value, bool | int | float | complex | str | torch.Tensor):
+            continue
+        found = stages_running(plan, owner, glue=False)
+        holders.setdefault(id(value), {})[name] = found
+    for named in holders.values():
+        if len(set().union(*named.values())) > 1:
+            raise PlanError(
+                f"{' and '.join(list(named)[:2])} are one object, which the forward changes, in "
+                "different stages: what one puts in, the other would not see",
+                hint="return it and pass it on as a tensor, or put both modules into one stage",
             )
 
 

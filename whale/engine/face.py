@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 from whale.engine.loose_ends import hooked
+from whale.engine.stillness import function_as_before
 from whale.engine.weights import reachable
 from whale.errors import WhaleError
 from whale.runtime.compat import uncompiled
@@ -359,6 +360,14 @@ def bare(model: nn.Module) -> Iterator[None]:
         _put_on([m for m in found if not isinstance(m.module.__dict__.get(m.name), _Method)])
 
 
+def _fakes_kept() -> WhaleError:
+    return WhaleError(
+        "the model's code keeps a tensor outside of its modules (functools.lru_cache, a global, a "
+        "closure): it is one of the trace, which has shapes and no values",
+        hint="keep it in a buffer, or make it anew in every forward",
+    )
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -375,7 +384,12 @@ def plainly(function: Function) -> Function:
                 "same result",
                 stacklevel=2,
             )
-        with bare(inside):
-            return function(inside, *args, **kwargs)
+        try:
+            with bare(inside), function_as_before(kwargs.get("loss")):
+                return function(inside, *args, **kwargs)
+        except Exception as error:
+            if not type(error).__module__.startswith("torch._subclasses"):
+                raise
+            raise _fakes_kept() from error
 
     return cast(Function, called)

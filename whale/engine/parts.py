@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whale.engine.held import MOST_COPIED, Quiet, held, noisy_copy, undisturbed
 from whale.engine.holes import with_holes
+from whale.engine.stillness import function_as_before
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.nn.randomness import BatchDims, PlainDraws
@@ -100,6 +101,8 @@ def check_parts(
             )
         return trial
     assert error is not None
+    if type(error).__module__.startswith("torch._subclasses"):
+        raise error
     raise WhaleError(
         f"the model does not run on {rows} of the batch's {total} rows: "
         f"{type(error).__name__}: {error}",
@@ -375,6 +378,7 @@ class Rows:
             place = self.draws.at(step=0, first_row=first, rows=rows, micro_rows=self.rows)
         with (
             undisturbed(self.model, self.dtype),
+            function_as_before(loss),
             generators.seeded(0),
             torch.set_grad_enabled(self.gradients),
             computed_by(self.model, router),

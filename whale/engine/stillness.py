@@ -83,6 +83,51 @@ def as_before(model: nn.Module) -> Iterator[None]:
             parameter.data, parameter.grad = data, grad
 
 
+@contextmanager
+def function_as_before(function: Any) -> Iterator[None]:
+    """Inside, a loss may count its calls in a closure or a global; afterwards it has not."""
+    inside = getattr(function, "__func__", getattr(function, "func", function))
+    cells = [c for c in getattr(inside, "__closure__", None) or () if _filled(c)]
+    names = getattr(getattr(inside, "__code__", None), "co_names", ())
+    variables = getattr(inside, "__globals__", {})
+    held = {name: variables[name] for name in names if name in variables}
+    values = [cell.cell_contents for cell in cells]
+    contents = [
+        (value, copy.copy(value))
+        for value in (*values, *held.values(), getattr(function, "__dict__", {}))
+        if type(value) in _CONTAINERS and not isinstance(function, nn.Module)
+    ]
+    try:
+        yield
+    finally:
+        for cell, value in zip(cells, values, strict=True):
+            cell.cell_contents = value
+        for name, value in held.items():
+            if isinstance(value, int | float | bool):
+                variables[name] = value
+        for value, items in contents:
+            _refill(value, items)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - empty until its variable is assigned
+    except ValueError:
+        return False
+    return True
+
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+
+
+def _refill(value: Any, items: Any) -> None:
+    value.clear()
+    if isinstance(value, list | deque):
+        value.extend(items)
+    else:
+        value.update(items)
+
+
 class Attributes:
     """What a module holds, to be put back: the same objects, containers with what was in them.
 
@@ -95,7 +140,7 @@ class Attributes:
         self.inside = {
             name: copy.copy(value)
             for name, value in self.held.items()
-            if type(value) in (list, dict, set, deque, OrderedDict)
+            if type(value) in _CONTAINERS
         }
 
     def put_back(self) -> None:
@@ -103,9 +148,4 @@ class Attributes:
         self.module.__dict__.clear()
         self.module.__dict__.update(self.held)
         for name, items in self.inside.items():
-            value = self.held[name]
-            value.clear()
-            if isinstance(value, list | deque):
-                value.extend(items)
-            else:
-                value.update(items)
+            _refill(self.held[name], items)

@@ -23,6 +23,7 @@ from whale.engine.face import bare
 from whale.engine.lower import Lowered, make_stages
 from whale.engine.program import Program, check_rows
 from whale.engine.replay import gives_the_same
+from whale.engine.stillness import function_as_before
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan
@@ -151,6 +152,7 @@ class Variants:
         """Around a trace: the modes and the autocast of the run it is for."""
         with (
             bare(self.model),
+            function_as_before(self.loss),
             _modes_of(self.model, self.lowered.model),
             torch.inference_mode(False),
             torch.enable_grad(),

@@ -5,6 +5,8 @@ Place in the flow: below runtime, nn and engine. When torch moves, this is the f
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import _symmetric_memory
 from torch.distributions import Distribution
@@ -38,6 +40,25 @@ def fake_mode() -> Iterator[None]:
             yield
     finally:
         log.setLevel(before)
+
+
+def drop_cached_fakes() -> None:
+    """After a trace: what keeps results (functools.lru_cache) must not keep its tensors."""
+    for found in gc.get_objects():
+        kept = type(found) is functools._lru_cache_wrapper and found.cache_info().currsize
+        if kept and _refers_to_fake(found, 5):
+            found.cache_clear()
+
+
+def _refers_to_fake(value: Any, depth: int) -> bool:
+    if isinstance(value, FakeTensor):
+        return True
+    return depth > 0 and any(
+        _refers_to_fake(item, depth - 1)
+        for item in gc.get_referents(value)
+        if isinstance(item, FakeTensor | tuple | list | dict)
+        or type(item).__name__ == "_lru_list_elem"
+    )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses import FakeTensor
 
 from whale.errors import CaptureError, PlanError, WhaleError
 from whale.ir.plan import Plan
@@ -247,6 +248,14 @@ class Executor:
         begun = self.clock.begin_compute()
         outcome = self._forward(module, part, received, rows)
         self.clock.end_compute(begun, "F", stage, rows)
+        made = [*outcome.values.values(), *([] if outcome.loss is None else [outcome.loss.total])]
+        if any(isinstance(tensor, FakeTensor) for tensor in made):
+            raise WhaleError(
+                f"stage {stage} computes with a tensor of the trace, which has shapes and no "
+                "values: the model's code keeps it outside of its modules",
+                hint="a global or a cache of tensors does not reach another stage: pass tensors on "
+                "as arguments, keep them in buffers, or make them anew in every forward",
+            )
         self._check_values(outcome, rows)
         if outcome.loss is not None:
             _, shard = self.plan.stages[stage].virtual_device.position(self.rank)
