@@ -20,8 +20,10 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses import FakeTensor
 
 import whale as wh
@@ -46,7 +48,8 @@ def main() -> None:
     faulthandler.dump_traceback_later(100.0)
     wh.init()
     if options.synchronize:
-        torch.nn.modules.module.register_module_forward_hook(_wait_for_the_device)
+        for kind in (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv2d, nn.BatchNorm2d):
+            _wait_in(kind)
     rank = torch.distributed.get_rank()
     for pair in options.cases.split(","):
         case_name, layout_name = pair.split("/")
@@ -63,8 +66,19 @@ def main() -> None:
         torch.distributed.barrier()
 
 
-def _wait_for_the_device(module: torch.nn.Module, args: object, output: object) -> None:
-    """In the forward of every module and in its backward, as an allocation may have to."""
+def _wait_in(kind: type[nn.Module]) -> None:
+    forward = kind.forward
+
+    def waiting(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        _wait_for_the_device(output)
+        return output
+
+    kind.forward = waiting  # type: ignore[method-assign]
+
+
+def _wait_for_the_device(output: object) -> None:
+    """In the forward of a module and in its backward, as an allocation may have to."""
     _synchronize()
     traced = isinstance(output, FakeTensor)  # what hangs on a traced tensor is refused
     if isinstance(output, torch.Tensor) and output.requires_grad and not traced:
