@@ -46,7 +46,7 @@ from whale.runtime.guard import Guard
 from whale.runtime.heartbeat import is_communication_error
 from whale.runtime.heartbeat import start as start_heartbeat
 from whale.runtime.meeting import Details, ElsewhereError, Meetings, wake_others
-from whale.runtime.optimizer import check_elementwise, make_optimizer
+from whale.runtime.optimizer import check_elementwise, check_no_hooks, make_optimizer
 from whale.runtime.outputs import Merge, merge
 from whale.runtime.signature import autocast, no_autocast
 
@@ -215,6 +215,8 @@ class Step:
         made = make_optimizer(factory, named, every, self._lowered.device)
         split = {home.name for home in self.plan.homes if home.splits}
         check_elementwise(made, sorted(split), self._config.optimizer.elementwise)
+        if split or len(self.plan.stages) > 1:
+            check_no_hooks(made)
         return made
 
     # ---- training -------------------------------------------------------------------------------

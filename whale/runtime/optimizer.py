@@ -155,6 +155,17 @@ def check_elementwise(
     )
 
 
+def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses hooks around `step`, where a rank has only some of the parameters."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise WhaleError(
+            "the optimizer has a hook around its step (register_step_pre_hook), which would see "
+            "only the parameters that this rank holds, and gradients of shards",
+            hint="clip with Config optimizer.max_grad_norm; anything else over all parameters "
+            "needs a plan of replicas alone",
+        )
+
+
 def state_tensors(factory: Callable[[Any], torch.optim.Optimizer]) -> tuple[str, float]:
     """The optimizer's class, and bytes of state per byte of parameter, found by one real step.
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from whale.errors import WhaleError
-from whale.runtime.optimizer import make_optimizer
+from whale.runtime.optimizer import check_no_hooks, make_optimizer
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
 ALL = list(MODEL.named_parameters())
@@ -69,6 +69,14 @@ def test_groups_are_those_of_one_device(
     made.step()
     for _, p in mine:
         p.grad = None
+
+
+def test_hooks_around_a_step_are_refused() -> None:
+    made = make_optimizer(by_dim, ALL, ALL)
+    check_no_hooks(made)
+    made.register_step_pre_hook(lambda optimizer, args, kwargs: None)
+    with pytest.raises(WhaleError, match="hook around its step"):
+        check_no_hooks(made)
 
 
 def test_a_factory_that_fails_says_why() -> None:
