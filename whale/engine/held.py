@@ -138,6 +138,7 @@ def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     # Copies, not values put back: a backward after it may still need what the forward read.
     copies: dict[int, Tensor] = {}
     kept = [Attributes(module) for module in model.modules()]
+    weights = [(parameter, parameter.data) for parameter in model.parameters()]
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -152,3 +153,6 @@ def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             torch.set_default_dtype(before)
             for each in kept:
                 each.put_back()
+            for parameter, data in weights:
+                if parameter.data_ptr() != data.data_ptr():  # a teacher that follows the model
+                    parameter.data = data
