@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -214,3 +215,24 @@ def test_a_step_without_gradients_is_refused() -> None:
         raise AssertionError("it ran")
     finally:
         step.close()
+
+
+class _Viewing(nn.Module):
+    def __init__(self, *, view: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.row = self.up.weight.detach()[0] if view else self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * self.row.sum()
+
+
+def test_a_view_of_a_weight_is_refused_and_the_weight_itself_is_not() -> None:
+    batch = data()
+    with pytest.raises(wh.WhaleError, match="view of up.weight"):
+        wh.parallelize(_Viewing(view=True).double(), optimizer=sgd, batch=batch, loss=F.mse_loss)
+    step = wh.parallelize(
+        _Viewing(view=False).double(), optimizer=sgd, batch=batch, loss=F.mse_loss
+    )
+    step(batch)
+    step.close(forget=True)

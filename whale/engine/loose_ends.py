@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.weights import plain_tensors
 from whale.errors import WhaleError
 
 
@@ -22,6 +23,7 @@ def refuse_loose_ends(model: nn.Module, loss: Any, changes: Iterable[str] | None
     """Raises WhaleError for the first one; `changes` is what a forward changes, if known."""
     _refuse_hooks(model)
     _refuse_shared_memory(model)
+    _refuse_views(model)
     _refuse_computed(model, frozenset(changes or ()))
     _refuse_left_behind(model, loss, frozenset(changes or ()))
 
@@ -31,6 +33,32 @@ def hooked(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(
         getattr(tensor, "_post_accumulate_grad_hooks", None)
     )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Where it lies in memory; None if it does not."""
+    if tensor.is_meta or not tensor.numel() or tensor.layout is not torch.strided:
+        return None
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _refuse_views(model: nn.Module) -> None:
+    """Attributes that are views of a weight: a copy of the model has old values there."""
+    known = {id(p): span for p in model.parameters() if (span := _span(p)) is not None}
+    for tensor in plain_tensors(model):
+        span = _span(tensor)
+        if span is None or id(tensor) in known:
+            continue
+        for name, parameter in model.named_parameters():
+            low, high = known.get(id(parameter), (0, 0))
+            if low < span[1] and span[0] < high:
+                raise WhaleError(
+                    f"an attribute of the model is a view of {name} (`{name}.detach()`, `.data`, a "
+                    "slice): what trains is a copy, in which it would keep the first values",
+                    hint=f"read {name} itself where it is needed",
+                )
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -45,13 +73,8 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Tensors that are not one but share memory: copies of them would part."""
-    spans = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.is_meta and tensor.numel() and tensor.layout is torch.strided:
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = sum((size - 1) * stride for size, stride in steps)
-            first = tensor.data_ptr()
-            spans.append((first, first + (last + 1) * tensor.element_size(), name))
+    own = [*model.named_parameters(), *model.named_buffers()]
+    spans = [(*span, name) for name, tensor in own if (span := _span(tensor)) is not None]
     end, holder = 0, ""
     for low, high, name in sorted(spans):
         if low < end:
