@@ -220,7 +220,7 @@ def test_a_step_without_gradients_is_refused() -> None:
 class _Viewing(nn.Module):
     def __init__(self, *, view: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 6)
+        self.up = nn.Linear(6, 6, dtype=torch.float64)
         self.row = self.up.weight.detach()[0] if view else self.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -230,9 +230,7 @@ class _Viewing(nn.Module):
 def test_a_view_of_a_weight_is_refused_and_the_weight_itself_is_not() -> None:
     batch = data()
     with pytest.raises(wh.WhaleError, match="view of up.weight"):
-        wh.parallelize(_Viewing(view=True).double(), optimizer=sgd, batch=batch, loss=F.mse_loss)
-    step = wh.parallelize(
-        _Viewing(view=False).double(), optimizer=sgd, batch=batch, loss=F.mse_loss
-    )
+        wh.parallelize(_Viewing(view=True), optimizer=sgd, batch=batch, loss=F.mse_loss)
+    step = wh.parallelize(_Viewing(view=False), optimizer=sgd, batch=batch, loss=F.mse_loss)
     step(batch)
     step.close(forget=True)
