@@ -23,8 +23,8 @@ def refuse_loose_ends(model: nn.Module, loss: Any, changes: Iterable[str] | None
     """Raises WhaleError for the first one; `changes` is what a forward changes, if known."""
     _refuse_hooks(model)
     _refuse_shared_memory(model)
-    _refuse_views(model)
     _refuse_computed(model, frozenset(changes or ()))
+    _refuse_views(model)
     _refuse_left_behind(model, loss, frozenset(changes or ()))
 
 
