@@ -110,12 +110,14 @@ CASES: dict[str, dict[str, Any]] = {
     "hooks of blocks": {"before": hooked},
     "another buffer": {"change": mask},
     "other data": {"change": halve},
+    "a tensor": {"change": lambda m, i: setattr(m.b0, "warmth", torch.zeros(()))},
+    "tensors": {"change": lambda m, i: setattr(m.b0, "warmth", torch.ones(6))},
     "a module": {
         "change": lambda m, i: i == 1 and setattr(m.b0, "down", nn.Linear(12, 6).double())
     },
     "a forward": {"change": lambda m, i: i == 1 and setattr(m.b0, "forward", lambda h: 2 * h)},
 }
-REFUSED = {"another buffer", "other data", "a module", "a forward"}
+REFUSED = {"a tensor", "tensors", "another buffer", "other data", "a module", "a forward"}
 # In a pipeline, code between Layers was traced: its numbers are constants.
 REFUSED_IN_STAGES = REFUSED | {
     "a number of the model", "a number of the loss", "a counter of the loss",

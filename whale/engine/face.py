@@ -36,7 +36,6 @@ import torch
 from torch import nn
 
 from whale.engine.loose_ends import hooked
-from whale.engine.stillness import function_as_before
 from whale.engine.weights import reachable
 from whale.errors import WhaleError
 from whale.runtime.compat import uncompiled
@@ -158,7 +157,7 @@ class Face:
             _Method(self, module, path, name) for path, module in modules for name in _METHODS
         ]
         _put_on(self.methods)
-        _watch(self, on=True)
+        _watch(self)
 
     def step(self) -> Trained | None:
         """The open Step."""
@@ -167,7 +166,7 @@ class Face:
     def take_off(self) -> None:
         """The model is the user's alone again."""
         self._step = None
-        _watch(self, on=False)
+        _unwatch(self)
         _take_off(self.methods)
         self.methods.clear()
         self.pairs.clear()
@@ -212,7 +211,8 @@ class Face:
         here = self.layers is None or any(
             path == x or path.startswith(f"{x}.") or not x for x in self.layers
         )
-        if here and not code and not isinstance(value, nn.Module) and not any(reachable(value)):
+        tensors = isinstance(value, nn.Module) or next(reachable(value), None) is not None
+        if here and not code and not tensors:
             # Every rank sets it; one that does not run this part has no use for it.
             setattr(self.copies[path], name, value)
             return
@@ -309,24 +309,32 @@ def _changed(name: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> WhaleE
     )
 
 
-_set_plainly = nn.Module.__setattr__
+_open: weakref.WeakSet[Face] = weakref.WeakSet()
+"""Faces that are on: only then attributes are watched."""
+_set_plainly: list[Any] = []
+"""How modules set attributes without that."""
 
 
 def _set_attribute(module: nn.Module, name: str, value: Any) -> None:
     method = module.__dict__.get("state_dict")
     if isinstance(method, _Method) and method.face.step() is not None:
         method.face.set(module, method.path, name, value)
-    _set_plainly(module, name, value)
+    _set_plainly[-1](module, name, value)
 
 
-_open: set[int] = set()
-"""Faces that are on: only then attributes are watched."""
+def _watch(face: Face) -> None:
+    _open.add(face)
+    now: Any = nn.Module.__setattr__
+    if now is not _set_attribute:
+        _set_plainly.append(now)
+        nn.Module.__setattr__ = _set_attribute  # type: ignore[method-assign, assignment]
 
 
-def _watch(face: Face, *, on: bool) -> None:
-    _open.add(id(face)) if on else _open.discard(id(face))
-    watched = _set_attribute if _open else _set_plainly
-    nn.Module.__setattr__ = watched  # type: ignore[method-assign, assignment]
+def _unwatch(face: Face) -> None:
+    _open.discard(face)
+    now: Any = nn.Module.__setattr__
+    if not _open and now is _set_attribute:  # else somebody else stands before it, and calls it
+        nn.Module.__setattr__ = _set_plainly.pop()  # type: ignore[method-assign]
 
 
 def _put_on(methods: list[_Method]) -> None:
@@ -360,14 +368,6 @@ def bare(model: nn.Module) -> Iterator[None]:
         _put_on([m for m in found if not isinstance(m.module.__dict__.get(m.name), _Method)])
 
 
-def _fakes_kept() -> WhaleError:
-    return WhaleError(
-        "the model's code keeps a tensor outside of its modules (functools.lru_cache, a global, a "
-        "closure): it is one of the trace, which has shapes and no values",
-        hint="keep it in a buffer, or make it anew in every forward",
-    )
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -384,12 +384,7 @@ def plainly(function: Function) -> Function:
                 "same result",
                 stacklevel=2,
             )
-        try:
-            with bare(inside), function_as_before(kwargs.get("loss")):
-                return function(inside, *args, **kwargs)
-        except Exception as error:
-            if not type(error).__module__.startswith("torch._subclasses"):
-                raise
-            raise _fakes_kept() from error
+        with bare(inside):
+            return function(inside, *args, **kwargs)
 
     return cast(Function, called)
