@@ -35,6 +35,7 @@ from whale.engine.outsiders import refuse_own_parameters
 from whale.engine.parts import check_parts
 from whale.engine.rehearsal import rehearse
 from whale.engine.step import OptimizerFactory, Step
+from whale.engine.stillness import leaves_no_trace
 from whale.engine.wrappers import refuse_wrapped
 from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
@@ -101,6 +102,7 @@ def _local_device(config: Config | None = None) -> torch.device:
 
 
 @plainly
+@leaves_no_trace
 def parallelize(
     model: nn.Module,
     *,
@@ -206,6 +208,7 @@ def parallelize(
 
 
 @plainly
+@leaves_no_trace
 def plan(
     model: nn.Module,
     *,

@@ -308,13 +308,18 @@ def capture(
     with generators.kept():
         while True:
             seen = Seen(found, grad)
-            captured = _capture(model, batch, loss, training, found, seen)
+            refused: CaptureError | None = None
+            try:
+                captured = _capture(model, batch, loss, training, found, seen)
+            except CaptureError as error:
+                refused = error
             opened = open_uncalled(found, seen.called) if layers is None else None
-            if opened is None:
-                if isinstance(captured, CaptureError):
-                    raise captured
+            if opened is not None:
+                found = opened
+            elif refused is not None:
+                raise refused
+            else:
                 return captured
-            found = opened
 
 
 def _capture(
@@ -324,7 +329,7 @@ def _capture(
     training: bool,
     layers: dict[str, nn.Module],
     seen: Seen,
-) -> Captured | CaptureError:
+) -> Captured:
     loss = spare_loss(loss)
     tags = layer_tags(model, layers)
     split_layers = {p for p, tag in tags.items() if any(s.kind == "split" for s in tag)}
@@ -351,10 +356,7 @@ def _capture(
             "parallelism does not",
         )
     if refusal is not None:
-        try:
-            first, second = _untraced(model, batch, loss, split_layers, refusal, training, seen)
-        except CaptureError as error:
-            return error
+        first, second = _untraced(model, batch, loss, split_layers, refusal, training, seen)
     watch.warn()
     random = seen_draws(first, second, model, batch, loss, training, traced=program is not None)
     if random.foreign and program is not None:

@@ -26,6 +26,7 @@ from whale.nn.randomness import BatchDims, PlainDraws
 from whale.nn.router_losses import computed_by, has_router_losses, leaves
 from whale.runtime import batch as batches
 from whale.runtime import generators
+from whale.runtime.compat import about_fakes
 from whale.runtime.weighing import MeanTracker, Trial, Weighed, Weighing
 
 # Rows tried, spread over the batch: the first ones alone may look alike where others differ.
@@ -101,7 +102,7 @@ def check_parts(
             )
         return trial
     assert error is not None
-    if type(error).__module__.startswith("torch._subclasses"):
+    if about_fakes(error):
         raise error
     raise WhaleError(
         f"the model does not run on {rows} of the batch's {total} rows: "

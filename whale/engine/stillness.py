@@ -8,17 +8,20 @@ so are the generators of torch, numpy and Python.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from whale.errors import WhaleError
+from whale.runtime.compat import about_fakes
 from whale.runtime.recompute import RerunMode
 
 _DROPOUTS = frozenset(
@@ -83,9 +86,38 @@ def as_before(model: nn.Module) -> Iterator[None]:
             parameter.data, parameter.grad = data, grad
 
 
+_Built = TypeVar("_Built", bound=Callable[..., Any])
+
+
+def leaves_no_trace(build: _Built) -> _Built:
+    """A function that runs the user's code to look at it: the `loss` it is given is as before.
+
+    Nor may that code keep tensors of the trace for its real runs.
+    """
+
+    @functools.wraps(build)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with function_as_before(kwargs.get("loss")):
+                return build(*args, **kwargs)
+        except Exception as error:
+            if not about_fakes(error):
+                raise
+            raise WhaleError(
+                "the model's code keeps a tensor outside of its modules (a global, a closure): it "
+                "is one of the trace, which has shapes and no values",
+                hint="keep it in a buffer, or make it anew in every forward",
+            ) from error
+
+    return cast(_Built, called)
+
+
 @contextmanager
 def function_as_before(function: Any) -> Iterator[None]:
     """Inside, a loss may count its calls in a closure or a global; afterwards it has not."""
+    if isinstance(function, nn.Module):  # a copy of it is run
+        yield
+        return
     inside = getattr(function, "__func__", getattr(function, "func", function))
     cells = [c for c in getattr(inside, "__closure__", None) or () if _filled(c)]
     names = getattr(getattr(inside, "__code__", None), "co_names", ())
@@ -95,7 +127,7 @@ def function_as_before(function: Any) -> Iterator[None]:
     contents = [
         (value, copy.copy(value))
         for value in (*values, *held.values(), getattr(function, "__dict__", {}))
-        if type(value) in _CONTAINERS and not isinstance(function, nn.Module)
+        if type(value) in _CONTAINERS
     ]
     try:
         yield

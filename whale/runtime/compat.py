@@ -42,6 +42,11 @@ def fake_mode() -> Iterator[None]:
         log.setLevel(before)
 
 
+def about_fakes(error: BaseException) -> bool:
+    """Whether an error says that a fake tensor was met where values are needed."""
+    return type(error).__module__.startswith("torch._subclasses")
+
+
 def drop_cached_fakes() -> None:
     """After a trace: what keeps results (functools.lru_cache) must not keep its tensors."""
     for found in gc.get_objects():
