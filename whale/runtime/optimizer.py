@@ -33,8 +33,9 @@ def make_optimizer(
     """What the factory makes of [(name, parameter), ...], or of the plain parameters.
 
     It is called with all of `model`, in its order, so that every rank has the groups that one
-    device has; parameters that are not among `named` have a stand-in there, which is taken out
-    again. Optimizers and factories written for parameters without names fail on pairs.
+    device has. Parameters that are not among `named`, or of which only a shard is, have a stand-in
+    of the whole shape there, which is taken out or exchanged again. Optimizers and factories written
+    for parameters without names fail on pairs.
     """
     if isinstance(factory, torch.optim.Optimizer):
         raise WhaleError(
@@ -74,8 +75,7 @@ def _called(factory: Any, named: Named, model: Named, device: torch.device) -> A
             errors.append(error)
             continue
         if isinstance(made, torch.optim.Optimizer):
-            known = type(made).__module__.startswith("torch.optim")
-            if whole and (made.state or not known):
+            if whole and (made.state or not _is_torchs(made)):
                 continue  # it made something of the shapes, or may keep parameters elsewhere
             _exchange(made, {id(p): held.get(name) for name, p in others.items()})
         return made
@@ -84,6 +84,10 @@ def _called(factory: Any, named: Named, model: Named, device: torch.device) -> A
         f"parameters with {_text(errors[-1])}",
         hint=f"{_FACTORY}over the parameters it is called with",
     ) from errors[0]
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _stand_in(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
@@ -139,9 +143,7 @@ def check_elementwise(
     optimizer: torch.optim.Optimizer, split: Sequence[str], promised: bool | None
 ) -> None:
     """Refuses an optimizer that is not known to be elementwise where parameters are split."""
-    known = type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith(
-        "torch.optim"
-    )
+    known = type(optimizer).__name__ in _ELEMENTWISE and _is_torchs(optimizer)
     if known or not split or promised:
         return
     raise WhaleError(

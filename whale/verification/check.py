@@ -383,6 +383,9 @@ def _run_ranks(task: Task, reference: Reference, timeout: float) -> tuple[list[R
         )
     except RankFailed as error:
         return [], _with_check(task, str(error))
+    for rank, report in enumerate(reports):
+        if report is None and not so_far(task, rank).exists():
+            return [], f"rank {rank} never came to the check that another one refused"
     known = [
         report or pickle.loads(so_far(task, rank).read_bytes())
         for rank, report in enumerate(reports)
