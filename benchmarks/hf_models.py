@@ -2,27 +2,21 @@
 
 Place in the flow: `benchmarks.hf_shelf` trains each under several layouts, and the quick part of
 the tests does so with some. A model is made by name, so that a rank needs no more than the name.
-
-transformers computes norms, softmaxes and losses in float32 whatever the weights are in, so that
-an error in the last bit of float64 becomes one in the last bit of float32. `widen` makes those
-casts casts to float64: then anything above 1e-9 is an error.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.hf_batches import VOCAB, Batch, causal, images, masked, spoken, translated, waves
+from benchmarks.hf_wide import widen
 
 HIDDEN = 32
 
@@ -112,30 +106,6 @@ def _fill(model: nn.Module) -> None:
             if parameter.is_floating_point():
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(0.1 * noise)
-
-
-class _Wide(ModuleType):
-    """`torch`, in which float32 is float64."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def widen() -> None:
-    """Makes every cast to float32 in transformers' code one to float64, in this process."""
-    wide = _Wide("torch")
-    for name, module in list(sys.modules.items()):
-        if name.startswith(("transformers.", "peft.")) and vars(module).get("torch") is torch:
-            module.torch = wide  # type: ignore[attr-defined]
-            for kind in (k for k in vars(module).values() if isinstance(k, type)):
-                for function in (f for f in vars(kind).values() if inspect.isfunction(f)):
-                    # Evaluated when the module was imported.
-                    function.__defaults__ = function.__defaults__ and tuple(
-                        torch.float64 if d is torch.float32 else d for d in function.__defaults__
-                    )
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
 
 
 _LM: dict[str, Any] = {

@@ -228,7 +228,9 @@ class _NeedsRows(nn.Module):
 
 
 def test_a_rank_that_refuses_does_not_let_the_others_wait() -> None:
-    tags = lambda: {"inp|out": wh.replicate(), "mix": wh.split()}  # noqa: E731
+    def tags() -> dict[str, Any]:
+        return {"inp|out": wh.replicate(), "mix": wh.split()}
+
     verdict = verify(Case(_NeedsRows, tags, vectors(5)), checks=["steps", "one row"])
     assert verdict.ok, str(verdict)
     status = {c.name: (c.status, c.note) for c in verdict.checks}

@@ -159,18 +159,18 @@ WHOLE = ["bias of heads and rows", *(name for name in SMALL if name.startswith("
 WHOLE.append("eager: no Linears")  # nothing of it can be split
 
 
-def _uneven(kind: str) -> pytest.MarkDecorator:
-    even = pytest.param(kind, marks=pytest.mark.full)
-    return pytest.mark.parametrize("layout", [even, f"{kind}-uneven"])
-
-
-@_uneven("split")
-def test_a_part_of_the_heads_or_columns(layout: str) -> None:
-    check(SMALL[:: 1 if layout == "split" else 2], layout)
+def test_a_part_of_the_heads_or_columns() -> None:
+    check(SMALL[::2], "split-uneven")
 
 
 @pytest.mark.full
-@_uneven("bridged")
+@pytest.mark.parametrize(("names", "layout"), [(SMALL, "split"), (SMALL[1::2], "split-uneven")])
+def test_all_parts_of_the_heads_or_columns(names: list[str], layout: str) -> None:
+    check(names, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["bridged", "bridged-uneven"])
 def test_a_part_of_the_heads_or_columns_of_all_rows(layout: str) -> None:
     check([name for name in SMALL if name not in WHOLE], layout)
 
