@@ -34,8 +34,8 @@ def make_optimizer(
 
     It is called with all of `model`, in its order, so that every rank has the groups that one
     device has. Parameters that are not among `named`, or of which only a shard is, have a stand-in
-    of the whole shape there, which is taken out or exchanged again. Optimizers and factories written
-    for parameters without names fail on pairs.
+    of the whole shape there, which is taken out or exchanged again. Optimizers and factories
+    written for parameters without names fail on pairs.
     """
     if isinstance(factory, torch.optim.Optimizer):
         raise WhaleError(
