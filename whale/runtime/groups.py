@@ -201,6 +201,9 @@ class Groups:
                 self.by_ranks.setdefault(group.ranks, name)
         if native:
             self._warm_up(plan)
+        elif distributed:
+            # A rank that closes its step at once must not hang up on one that is still connecting.
+            dist.barrier()
         self.by_ranks.setdefault((rank,), f"{self.prefix}/self")
         _open[f"{self.prefix}/self"] = Communicator(f"{self.prefix}/self", (rank,), rank, None)
 
