@@ -144,7 +144,7 @@ def lower(
         rank,
         stages,
         borders,
-        Channels(rank, groups.channels),
+        Channels(rank, groups.channels, timeout),
         context,
         device,
         _skippable(plan, set(stages), trial)

@@ -10,6 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol, cast
 
 import torch
@@ -279,3 +280,8 @@ def version(tensor: torch.Tensor) -> int:
 def in_backward() -> bool:
     """Whether autograd is running the code that asks."""
     return torch._C._current_graph_task_id() != -1
+
+
+def set_world_timeout(timeout: timedelta) -> None:
+    """From now on, how long collectives and messages of the job's default group wait."""
+    dist.distributed_c10d._set_pg_timeout(timeout)

@@ -9,6 +9,7 @@ from producer shard j mod width, and the other way round for gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 
 import torch
@@ -105,6 +106,21 @@ def gradient_outgoing(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message on its way. Gloo's wait without end unless told how long."""
+
+    work: dist.Work
+    timeout: timedelta | None
+
+    def wait(self) -> None:
+        """Until it has arrived, or was sent."""
+        if self.timeout is None:
+            self.work.wait()
+        else:
+            self.work.wait(self.timeout)
+
+
 class Channels:
     """Ordered point-to-point messages.
 
@@ -112,12 +128,16 @@ class Channels:
     (it knows no tags); with Gloo a tag per message does the same on one group.
     """
 
-    def __init__(self, rank: int, groups: dict[tuple[int, int], dist.ProcessGroup | None]) -> None:
-        self.rank = rank
-        self.groups = groups
+    def __init__(
+        self,
+        rank: int,
+        groups: dict[tuple[int, int], dist.ProcessGroup | None],
+        timeout: timedelta,
+    ) -> None:
+        self.rank, self.groups, self.timeout = rank, groups, timeout
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
-        self.pending: list[tuple[dist.Work, torch.Tensor]] = []
+        self.pending: list[tuple[Message, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         """Posts a send; the tensor is kept until it is done."""
@@ -125,22 +145,25 @@ class Channels:
         group = self.groups.get((self.rank, peer))
         data = tensor.contiguous()
         work = dist.isend(data, peer, group=group, tag=0 if group is not None else number)
-        assert work is not None
-        self.pending.append((work, data))
-        self.pending = [item for item in self.pending if not item[0].is_completed()]
+        self.pending.append((self._message(work, group), data))
+        self.pending = [item for item in self.pending if not item[0].work.is_completed()]
 
-    def receive(self, buffer: torch.Tensor, peer: int) -> dist.Work:
+    def receive(self, buffer: torch.Tensor, peer: int) -> Message:
         """Posts a receive into a contiguous buffer."""
         number = self.received[peer] = self.received.get(peer, 0) + 1
         group = self.groups.get((peer, self.rank))
         work = dist.irecv(buffer, peer, group=group, tag=0 if group is not None else number)
+        return self._message(work, group)
+
+    def _message(self, work: dist.Work | None, group: dist.ProcessGroup | None) -> Message:
         assert work is not None
-        return work
+        # A wait of NCCL's with a timeout would block the host; its heartbeats end it instead.
+        return Message(work, self.timeout if group is None else None)
 
     def drain(self) -> None:
         """Waits for all sends of the step."""
-        for work, _ in self.pending:
-            work.wait()
+        for message, _ in self.pending:
+            message.wait()
         self.pending.clear()
         self.sent.clear()
         self.received.clear()
