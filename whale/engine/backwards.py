@@ -9,13 +9,13 @@ So does a hook on a parameter: its gradient is complete only after the backward,
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from whale.engine.weights import copied
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
@@ -45,7 +45,7 @@ def check_backwards(model: nn.Module, batch: Any, loss: batches.Loss | None, pla
     watch = _Hooks()
     try:
         # A forward may move buffers, and even weights (`max_norm` does).
-        tried = copy.deepcopy(model)
+        tried = copied(model)
         trained = [(name, p) for name, p in tried.named_parameters() if p.requires_grad]
         if not trained:
             return
@@ -124,7 +124,7 @@ def _refuse_rows(
         return
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            batches.call_model(copy.deepcopy(model), loss, batch)
+            batches.call_model(copied(model), loss, batch)
     except Exception:  # noqa: BLE001 - then it is not for the rows
         return
     rows = batches.num_rows(batch)

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from whale.engine.weights import plain_tensors
+from whale.engine.weights import copied
 from whale.errors import PlanError
 from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan
@@ -55,9 +55,25 @@ def state_of(model: nn.Module, loss: Any = None, *, values: bool) -> dict[str, A
         modules += loss.named_modules(prefix=LOSS)
     for path, module in modules:
         prefix = f"{path}." if path else ""
-        own = {k: v for k, v in module.__dict__.items() if k not in _OWN and "_whale" not in k}
-        for name, value in {**own, **module._parameters, **module._buffers}.items():
+        every = {**_attributes(module), **module._parameters, **module._buffers}
+        for name, value in every.items():
             found[f"{prefix}{name}"] = _token(value, values, _DEPTH)
+    return found
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside parameters, buffers and modules."""
+    return {k: v for k, v in module.__dict__.items() if k not in _OWN and "_whale" not in k}
+
+
+def attributes_of(model: nn.Module, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Attributes of modules by name, compared by who they are; with `only`, these by value."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for key, value in _attributes(module).items():
+            name = f"{path}.{key}" if path else key
+            if only is None or name in only:
+                found[name] = _token(value, only is not None, _DEPTH)
     return found
 
 
@@ -140,10 +156,7 @@ def spare(model: nn.Module, changes: frozenset[str] | None) -> nn.Module:
     for name, parameter in model.named_parameters():
         if changes is not None and name not in changes:
             memo[id(parameter)] = parameter
-    for tensor in plain_tensors(model):
-        if tensor.grad_fn is not None:
-            memo[id(tensor)] = tensor.detach().clone()
-    made = copy.deepcopy(model, memo)
+    made = copied(model, memo)
     run_eagerly(made)
     return made
 

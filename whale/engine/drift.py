@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from whale.engine.changes import Changes, stages_running
+from whale.engine.changes import Changes, attributes_of, changed, stages_running
 from whale.engine.lower import Lowered
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.complex128: 1e-9}
 
 
 class Drift:
-    """Compares buffers, and weights that forwards write to, over the ranks that run them.
+    """Compares what forwards change over the ranks that run them: buffers, weights, attributes.
 
     Args:
         model: The user's own.
@@ -49,6 +49,12 @@ class Drift:
         names += [n for n in buffers if n.rpartition(".")[0] not in apart]
         self.ranks = {name: self._holders(name) for name in names}
         self.ranks = {name: ranks for name, ranks in self.ranks.items() if len(ranks) > 1}
+        self.replicas = [
+            s.virtual_device.active for s in plan.stages if len(s.virtual_device.active) > 1
+        ]
+        self.known = changes.names if changes.tried else None
+        """What was seen to change at build, and was judged then; None: nobody looked."""
+        self.start = attributes_of(lowered.model) if self.replicas else {}
 
     def _holders(self, name: str) -> tuple[int, ...]:
         stages = stages_running(self.plan, name.rpartition(".")[0])
@@ -56,7 +62,10 @@ class Drift:
 
     def check(self, num_steps: int) -> None:
         """After step `num_steps`, where it is time; all ranks call it."""
-        if not self.ranks or num_steps & (num_steps - 1):
+        if num_steps & (num_steps - 1):
+            return
+        self._check_attributes(num_steps)
+        if not self.ranks:
             return
         # Rounding takes copies apart too, ever further; what is wrong shows in the first steps.
         seen = {n: r for n, r in self.ranks.items() if num_steps <= 64 or n not in self.copies}
@@ -79,6 +88,28 @@ class Drift:
                     hint="exact over replicas are batch norms and wh.nn.MoE; give its stage one "
                     "replica, or compute it from values that are the same for all rows",
                 )
+
+    def _check_attributes(self, num_steps: int) -> None:
+        """Attributes that no forward changed at build, and one changed since, by its own rows."""
+        if not self.replicas or self.known is None:
+            return
+        model = self.lowered.model
+        moved = changed(self.start, attributes_of(model)) - self.known
+        mine = {name: repr(token) for name, token in attributes_of(model, moved).items()}
+        every: list[dict[str, str]] = [{} for _ in self._world()]
+        dist.all_gather_object(every, mine)
+        for ranks in self.replicas:
+            for name in sorted({name for rank in ranks for name in every[rank]}):
+                found = [every[rank].get(name) for rank in ranks]
+                other = next((r for r, x in zip(ranks, found, strict=True) if x != found[0]), None)
+                if other is not None and len(self._holders(name)) == len(ranks):
+                    raise WhaleError(
+                        f"the forward began to change {name}, and after step {num_steps} ranks "
+                        f"{ranks[0]} and {other} no longer have the same there: each changes it by "
+                        "its own rows",
+                        hint="exact over replicas are batch norms and wh.nn.MoE; give its stage "
+                        "one replica, or compute it from values that are the same for all rows",
+                    )
 
     def _world(self) -> Iterable[int]:
         return range(self.plan.num_ranks)

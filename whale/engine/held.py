@@ -8,7 +8,6 @@ they are.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.engine.stillness import Attributes
+from whale.engine.weights import copied
 from whale.nn.moe.layer import MoE
 from whale.runtime import generators
 from whale.runtime.recompute import RerunMode
@@ -31,7 +31,7 @@ NOISE = 0.1
 
 def noisy_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model in `dtype`, its weights a little off."""
-    made = copy.deepcopy(model).to(dtype)
+    made = copied(model).to(dtype)
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
         for parameter in made.parameters():

@@ -5,7 +5,6 @@ Place in the flow: the part of `engine.measure` that knows the model.
 
 from __future__ import annotations
 
-import copy
 import gc
 import statistics
 import time
@@ -22,6 +21,7 @@ from whale.engine.capture import Captured
 from whale.engine.examples import Example
 from whale.engine.program import tensors_in, tree_map
 from whale.engine.stopwatch import WARM_UP, Stopwatch, Synchronize, Work
+from whale.engine.weights import copied
 from whale.ir.profile import NOISE, Curve, LayerTime
 
 Made = TypeVar("Made")
@@ -413,7 +413,7 @@ def _alone(layer: nn.Module, device: torch.device) -> nn.Module:
             memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
         else:
             memo[id(buffer)] = buffer.detach().to(device, copy=True)
-    module: nn.Module = copy.deepcopy(layer, memo)
+    module = copied(layer, memo)
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.train()

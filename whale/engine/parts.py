@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from whale.engine.held import MOST_COPIED, Quiet, held, noisy_copy, undisturbed
 from whale.engine.holes import with_holes
 from whale.engine.stillness import function_as_before
+from whale.engine.weights import copied
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
-from whale.nn.randomness import BatchDims, PlainDraws
+from whale.nn.randomness import BatchDims, Draws, PlainDraws
 from whale.nn.router_losses import computed_by, has_router_losses, leaves
 from whale.runtime import batch as batches
 from whale.runtime import generators
@@ -32,7 +33,8 @@ from whale.runtime.weighing import MeanTracker, Trial, Weighed, Weighing
 # Rows tried, spread over the batch: the first ones alone may look alike where others differ.
 _ROWS, _FEW_ROWS = 6, 4
 _LARGE = 1e9
-"""Parameters times elements of a row, from which on fewer rows are tried, in fewer ways."""
+"""Parameters times elements of a row, from which on fewer rows are tried, in fewer ways; times
+elements of the batch, from which on not all of it is tried."""
 _EXACT = 1e-9
 _TOLERANCE = {torch.float64: 5e-6, torch.float32: 3e-5}
 """Of a loss, where something is computed in less than float64, whatever the weights are in."""
@@ -100,6 +102,9 @@ def check_parts(
                 "other their counts; or use one count for all terms: n = mask.sum(), "
                 "wh.weighted_mean(a + b, n)",
             )
+        if trial.weighing is not None and size * width * total <= _LARGE:
+            every = batches.take_rows(batch, 0, total, device)  # code that looks at their number
+            Rows(model, loss, every, dtype, copied=copied, dims=dims).again(trial.weighing)
         return trial
     assert error is not None
     if about_fakes(error):
@@ -120,8 +125,30 @@ class _Calls:
     values: list[Any]
 
 
+class KeyedRuns(Protocol):
+    """Draws by step and row, around one forward."""
+
+    draws: Draws
+
+    def at(
+        self, *, step: int, first_row: int, rows: int, micro_rows: int
+    ) -> AbstractContextManager[None]:
+        """Around one forward, on `rows` rows that start at `first_row` of the global batch."""
+        ...
+
+
 class Rows:
-    """Some rows, to be computed at once and in parts."""
+    """Some rows, to be computed at once and in parts.
+
+    Args:
+        model: The user's, or what it was lowered to.
+        loss: As the user gave it.
+        few: The rows.
+        dtype: To compute them in.
+        copied: Whether on a copy of the model, in that dtype, with gradients.
+        dims: Where draws have their rows, of a model that does not key them by itself.
+        keyed: The runs of one that does. With neither, draws are constants.
+    """
 
     def __init__(
         self,
@@ -131,10 +158,10 @@ class Rows:
         dtype: torch.dtype,
         *,
         copied: bool,
-        training: bool = True,
         dims: BatchDims | None = None,
+        keyed: KeyedRuns | None = None,
     ) -> None:
-        self.dtype, self.training = dtype, training
+        self.dtype = dtype
         self.original = model
         self.model = noisy_copy(model, dtype) if copied else model
         self.gradients = copied and dtype in _TOLERANCE
@@ -145,22 +172,24 @@ class Rows:
         self.cuts = tuple(dict.fromkeys((1, self.rows // 2)))
         self.held = _Calls([], [])
         self.dims = dims
-        self.quiet = Quiet(draws=dims is None)
-        self.draws: PlainDraws | None = None
+        self.quiet = Quiet(draws=dims is None and keyed is None)
+        self.draws = keyed
+        self.unplaced = len(keyed.draws.unplaced) if keyed is not None else 0
 
     @contextmanager
     def _still(self) -> Iterator[None]:
         """Around all runs, and their backwards: parts of a forward may be recomputed there."""
         with (
-            held(self.model, training=self.training),
+            held(self.model),
             undisturbed(self.model, self.dtype),
             self.quiet,
             ExitStack() as stack,
         ):
             if self.dims is not None:
-                self.draws = PlainDraws(self.model, self.dims, 0)
-                self.draws.draws.lenient = True
-                stack.callback(self.draws.close)
+                plain = PlainDraws(self.model, self.dims, 0)
+                plain.draws.lenient = True
+                stack.callback(plain.close)
+                self.draws, self.unplaced = plain, 0
             yield
 
     def trial(self, *, large: bool = False) -> Trial:
@@ -168,12 +197,11 @@ class Rows:
         with self._still():
             whole = self._plain(self.few)
         if not bool(torch.isfinite(whole[0])) and self.model is not self.original:
-            self.model = copy.deepcopy(self.original).to(self.dtype)  # as it is, without noise
+            self.model = copied(self.original).to(self.dtype)  # as it is, without noise
             with self._still():
                 whole = self._plain(self.few)
-        unplaced = self.draws is not None and bool(self.draws.draws.unplaced)
         # Draws of which it cannot be told whose row they are for: replicas are refused later.
-        if not bool(torch.isfinite(whole[0])) or unplaced:
+        if not bool(torch.isfinite(whole[0])) or self._any_unplaced():
             return Trial(router_losses=bool(self.held.values))
         with self._still():
             return self._trial(whole, large=large)
@@ -214,11 +242,14 @@ class Rows:
             tracker, value = self._tracked(self.few, rows)
         except Exception:  # noqa: BLE001 - the step itself says what is wrong
             return
-        if self.draws is not None and self.draws.draws.unplaced:
+        if self._any_unplaced():
             return
         same = len(tracker.divisors(value) or ()) == len(weighing.divisors)
         if same and not self.held.values and bool(torch.isfinite(whole[0])):
             self._compare(self.few, weighing, "rows of this batch", self.cuts, whole)
+
+    def _any_unplaced(self) -> bool:
+        return self.draws is not None and len(self.draws.draws.unplaced) > self.unplaced
 
     def _classified(self) -> Weighing | None:
         """Numbers that the loss is divided by: the same for all parts, or counts?"""

@@ -7,7 +7,6 @@ its random numbers have their batch must be known, or replicas would draw the sa
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from whale.engine.draw_recorder import Drawn, DrawRecorder, Randomness, randomness
 from whale.engine.graph import Run
+from whale.engine.weights import copied
 from whale.nn.randomness import Name, follow_all
 from whale.runtime import batch as batches
 from whale.runtime import generators
@@ -77,7 +77,7 @@ def _probed(
     if any(t.is_meta for t in tensors) or not batches.num_rows(batch):
         return recorder.calls, Asked(), False
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     if training and not twin.training:
         twin.train()
     few = batches.spread_rows(batch, rows, device)

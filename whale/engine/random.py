@@ -5,6 +5,7 @@ Place in the flow: a step of `engine.lower`, by what capture saw the model draw.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -52,6 +53,20 @@ class Surroundings:
             if self.mode is not None:
                 stack.enter_context(self.mode)
             yield
+
+    @contextmanager
+    def at(self, *, step: int, first_row: int, rows: int, micro_rows: int) -> Iterator[None]:
+        """Around one forward beside the step, on these rows."""
+        context = self.names.context
+        before = dataclasses.replace(context)
+        context.step, context.first_row, context.rows = step, first_row, rows
+        context.micro_batch, context.micro_rows = 0, micro_rows
+        try:
+            with self.around():
+                yield
+        finally:
+            for field in dataclasses.fields(before):
+                setattr(context, field.name, getattr(before, field.name))
 
     def before(self, op: Op) -> None:
         """Before an operation of a cut model: where in the whole forward it is."""

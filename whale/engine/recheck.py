@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.engine.parts import Rows
+from whale.engine.parts import KeyedRuns, Rows
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.virtual_device import micro_batch_cuts
-from whale.nn.randomness import BatchDims
 from whale.runtime import batch as batches
 from whale.runtime.weighing import Weighing
 
 _ROWS = 4
+_ALL_AT = frozenset({1, 8, 64})
+"""Steps before which all rows of a rank's micro-batch are tried: code may look at their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +36,17 @@ class Recheck:
     rank: int
     weighing: Weighing
     device: torch.device
-    dims: BatchDims
+    keyed: KeyedRuns
 
     def before(self, step: int, batch: Any) -> None:
         """Raises where this step's rows show that the loss is not weighed as it should be."""
         if step == 0 or step & (step - 1):
             return
-        few = self._few(batch)
+        few = self._rows(batch, None if step in _ALL_AT else _ROWS)
         if few is None:
             return
         kind = next((p.dtype for p in self.model.parameters()), torch.float32)
-        rows = Rows(self.model, self.loss, few, kind, copied=False, training=False, dims=self.dims)
+        rows = Rows(self.model, self.loss, few, kind, copied=False, keyed=self.keyed)
         try:
             rows.again(self.weighing)
         except WhaleError as error:
@@ -54,13 +55,14 @@ class Recheck:
                 hint="give parallelize a batch like this one to see it at build",
             ) from error
 
-    def _few(self, batch: Any) -> Any | None:
-        """The first of this rank's rows; None: it has too few."""
+    def _rows(self, batch: Any, most: int | None) -> Any | None:
+        """The first of this rank's rows, or all of a micro-batch; None: it has too few."""
         high = micro_batch_cuts(batches.num_rows(batch), self.plan.num_micro_batch)[1]
         start, end = self.plan.stages[0].virtual_device.rows(self.rank, high)
         if end - start < 2:
             return None
-        return batches.take_rows(batch, start, min(end, start + _ROWS), self.device)
+        high = end if most is None else min(end, start + most)
+        return batches.take_rows(batch, start, high, self.device)
 
 
 def recheck(
@@ -70,7 +72,7 @@ def recheck(
     rank: int,
     weighing: Weighing | None,
     device: torch.device,
-    dims: BatchDims,
+    keyed: KeyedRuns,
 ) -> Recheck | None:
     """What Step calls; None where a rank cannot compute a loss by itself, or need not."""
     alone = len(plan.stages) == 1 and not any(t.splits for t in plan.taskgraphs)
@@ -84,5 +86,5 @@ def recheck(
         rank=rank,
         weighing=weighing,
         device=device,
-        dims=dims,
+        keyed=keyed,
     )

@@ -23,7 +23,7 @@ from whale.engine.capture import Captured
 from whale.engine.program import tensors_in, tree_map
 from whale.engine.rehearsal_trials import Trial, find_trials
 from whale.engine.stillness import Still, as_before
-from whale.engine.weights import take
+from whale.engine.weights import copied, take
 from whale.errors import PlanError, WhaleError
 from whale.ir.plan import Plan, TaskGraphPlan
 from whale.ir.sharding import Piece
@@ -211,7 +211,7 @@ def _compare(
 
     dtypes = {p.dtype for p in whole.parameters() if p.is_floating_point()}
     all_rows = (0, trial.rows)
-    alike = copy.deepcopy(whole).to(device)
+    alike = copied(whole).to(device)
     for parameter in alike.parameters():
         parameter.grad = None
     wide = True

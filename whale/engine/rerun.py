@@ -10,7 +10,6 @@ in a real run.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from whale.engine.program import Op, tensors_in, visit
 from whale.engine.rules import install
 from whale.engine.unit_ops import name_of
 from whale.engine.units import UnitFollower, alike_shape, local_shape
+from whale.engine.weights import copied
 from whale.ir.model_graph import SplitOption
 from whale.nn.forwards import replace_forward
 from whale.nn.shard import Shard
@@ -160,7 +160,7 @@ def _alike(
         shape = list(whole.shape)
         shape[sharding.dim] = sum(high - low for low, high in sharding.spans(0, units))
         memo[id(whole)] = nn.Parameter(whole.new_empty(shape), requires_grad=False)
-    local = copy.deepcopy(module, memo)
+    local = copied(module, memo)
     prefix = f"{path}." if path else ""
     modules = {f"{prefix}{name}" if name else path: m for name, m in local.named_modules()}
     ops = inside.program.ops[call.first : call.last]

@@ -5,7 +5,6 @@ Place in the flow: behind the face of the user's module (`engine.face`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from whale.engine.lower import Lowered
-from whale.engine.weights import take
+from whale.engine.weights import copied, take
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.nn.moe.layer import MoE
@@ -64,7 +63,7 @@ def load_into(
 ) -> Any:
     """Loads a state dict of a part as torch does, then takes this rank's pieces of what it set."""
     part = model.get_submodule(path)
-    scratch = copy.deepcopy(part)
+    scratch = copied(part)
     if any(t.is_meta for t in (*scratch.parameters(), *scratch.buffers())):
         scratch = scratch.to_empty(device="cpu")
     before = {id(t): t._version for t in (*scratch.parameters(), *scratch.buffers())}

@@ -46,7 +46,7 @@ from whale.runtime.guard import Guard
 from whale.runtime.heartbeat import is_communication_error
 from whale.runtime.heartbeat import start as start_heartbeat
 from whale.runtime.meeting import Details, ElsewhereError, Meetings, wake_others
-from whale.runtime.optimizer import check_elementwise, check_no_hooks, make_optimizer
+from whale.runtime.optimizer import check_apart, check_elementwise, check_no_hooks, make_optimizer
 from whale.runtime.outputs import Merge, merge
 from whale.runtime.signature import autocast, no_autocast
 
@@ -128,8 +128,8 @@ class Step:
         self._variants.built(self._intake.signature(batch))
         self._gatherer = Gatherer(model, plan, lowered, rank)
         weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)
-        dims = lowered.surroundings.draws.dims
-        self._recheck = recheck(lowered.model, loss, plan, rank, weighing, lowered.device, dims)
+        keyed = lowered.surroundings
+        self._recheck = recheck(lowered.model, loss, plan, rank, weighing, lowered.device, keyed)
         apart = frozenset(norms_of_own_rows(plan, model))
         held = held_tensors(plan, lowered.model, apart)
         self._guard = Guard(held, rank, plan.num_ranks, lowered.device)
@@ -217,6 +217,12 @@ class Step:
         check_elementwise(made, sorted(split), self._config.optimizer.elementwise)
         if split or len(self.plan.stages) > 1:
             check_no_hooks(made)
+        if len(self.plan.stages) > 1:
+            of_stage = [
+                frozenset(h.name for h in self.plan.homes if stage.index in h.stages)
+                for stage in self.plan.stages
+            ]
+            check_apart(factory, made, every, of_stage)
         return made
 
     # ---- training -------------------------------------------------------------------------------

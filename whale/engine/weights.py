@@ -32,14 +32,11 @@ def take(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that are attributes of modules, alone or in a list, and neither weight nor buffer."""
+    """Tensors in attributes of modules that are neither weights nor buffers."""
     for module in model.modules():
         for name, value in module.__dict__.items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            items = value.values() if isinstance(value, dict) else value
-            found = items if isinstance(value, dict | list | tuple) else (value,)
-            yield from (item for item in found if isinstance(item, torch.Tensor))
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from reachable(value)
 
 
 def reachable(value: Any, depth: int = 5) -> Iterator[torch.Tensor]:
@@ -58,6 +55,18 @@ def reachable(value: Any, depth: int = 5) -> Iterator[torch.Tensor]:
         items = list(vars(value).values())
     for item in items:
         yield from reachable(item, depth - 1)
+
+
+def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy. Values of the last forward, computed anew by the next, lose their graph.
+
+    Torch copies no tensor that has one. `memo`: what stands for a tensor in the copy, by its id.
+    """
+    known = {} if memo is None else memo
+    for tensor in plain_tensors(module):
+        if tensor.grad_fn is not None and id(tensor) not in known:
+            known[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(module, known)
 
 
 def local_copy(
@@ -87,11 +96,7 @@ def local_copy(
     for name, buffer in model.named_buffers():
         source = fresh[name] if buffer.is_meta and name in fresh else buffer.detach()
         memo[id(buffer)] = source.to(device, copy=True) if not source.is_meta else source
-    for tensor in plain_tensors(model):
-        if tensor.grad_fn is not None:
-            # The last forward's, computed anew by the next; torch does not copy such.
-            memo[id(tensor)] = tensor.detach().clone()
-    local = copy.deepcopy(model, memo)
+    local = copied(model, memo)
     run_eagerly(local)
     for module in local.modules():
         if isinstance(module, nn.RNNBase) and not any(p.is_meta for p in module.parameters()):
@@ -109,7 +114,7 @@ def _initialise(model: nn.Module, wanted: set[str], seed: int) -> dict[str, torc
         names = {n: first_names[id(p)] for n, p in own.items()}
         if not any(name in wanted for name in names.values()) and not buffers:
             continue
-        filled = copy.deepcopy(module).to_empty(device="cpu", recurse=False)
+        filled = copied(module).to_empty(device="cpu", recurse=False)
         generator_seed = (seed * 0x9E3779B1 + zlib.crc32(path.encode())) & 0x7FFFFFFF
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator_seed)

@@ -210,8 +210,7 @@ def symmetric_buffer(nbytes: int, group: dist.ProcessGroup) -> tuple[torch.Tenso
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module that `torch.compile(model)` wrapped; any other as it is."""
-    inside = model._modules.get("_orig_mod")
-    return inside if inside is not None and _wraps(model) else model
+    return cast(nn.Module, model._modules["_orig_mod"]) if _wraps(model) else model
 
 
 def _wraps(module: nn.Module) -> bool:

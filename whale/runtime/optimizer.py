@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from whale.errors import WhaleError
+from whale.runtime import generators
+
+_LOG = logging.getLogger(__name__)
 
 _ELEMENTWISE = tuple(
     "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta Rprop ASGD SparseAdam".split()
@@ -155,6 +159,66 @@ def check_elementwise(
         + ", ...), or promise it with "
         "Config optimizer.elementwise=True",
     )
+
+
+_TRIAL_STEPS = 3
+_TRIAL_DIM = 5
+"""Largest size of a dim of the parameters that a trial is made on."""
+
+
+def check_apart(
+    factory: Any, optimizer: torch.optim.Optimizer, model: Named, parts: Sequence[frozenset[str]]
+) -> None:
+    """Refuses an optimizer whose update of one part of the parameters depends on the others.
+
+    A clip or a rate by all gradients, written into a class of one's own, would see those of one
+    stage only. Torch's own do nothing of the kind; others are tried on small parameters by the same
+    names, all in one optimizer and each part in its own.
+    """
+    if _is_torchs(optimizer) and "step" not in vars(optimizer):
+        return
+    try:
+        whole = _tried(factory, model, frozenset(name for name, _ in model))
+        apart = {
+            name: value for part in parts for name, value in _tried(factory, model, part).items()
+        }
+    except Exception as error:  # noqa: BLE001 - the user's code, on shapes that are not the model's
+        _LOG.warning(
+            "whether %s updates each parameter by itself, as stages need it to, could not be tried "
+            "(%s)",
+            type(optimizer).__name__,
+            _text(error),
+        )
+        return
+    for name, value in apart.items():
+        if not torch.allclose(value, whole[name], rtol=1e-9, atol=1e-12):
+            raise WhaleError(
+                f"{type(optimizer).__name__} updates {name} by more than its own gradient and "
+                f"state: among the parameters of its stage alone it becomes another value than "
+                f"among all {len(model)}",
+                hint="clip with Config optimizer.max_grad_norm; anything else over all parameters "
+                "needs a plan of one stage",
+            )
+
+
+def _tried(factory: Any, model: Named, part: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Small parameters after some steps of an optimizer that has `part` of them, by name."""
+    generator = torch.Generator().manual_seed(7)
+    small = []
+    for name, parameter in model:
+        shape = [min(size, _TRIAL_DIM) for size in parameter.shape]
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        small.append((name, torch.nn.Parameter(values)))
+    mine = [(name, parameter) for name, parameter in small if name in part]
+    with generators.kept():
+        torch.manual_seed(0)
+        made = make_optimizer(factory, mine, small)
+        for _ in range(_TRIAL_STEPS):
+            for name, parameter in small:
+                gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.grad = gradient if name in part else None
+            made.step()
+    return {name: parameter.detach() for name, parameter in mine}
 
 
 def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -7,13 +7,13 @@ That is enough for a value read in the wrong dtype, and too little for a wrong d
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from whale import parallel
+from whale.engine.weights import copied
 from whale.verification.compare import SMALL, dense
 from whale.verification.comparison import Report, part_of
 from whale.verification.task import Task, read_truth
@@ -27,7 +27,7 @@ _LEAST = 2.0**-6
 def compare(task: Task, report: Report, rank: int) -> None:
     """Builds a float32 Step, runs it in autocast, notes gradients and loss that are far off."""
     step = parallel.parallelize(
-        copy.deepcopy(task.model),
+        copied(task.model),
         optimizer=task.make_optimizer(float32=True),
         batch=task.first,
         loss=task.loss,

@@ -7,7 +7,6 @@ rank; the gathered ones are compared as well.
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 
 from whale import parallel
 from whale.engine.step import Step
+from whale.engine.weights import copied
 from whale.errors import RankError, WhaleError
 from whale.runtime import outputs as merges
 from whale.runtime.data import shard
@@ -70,7 +70,7 @@ class _Run:
         task = self.task
         return parallel.parallelize(
             # A copy: whether the user's module follows the trained one is not asked here.
-            copy.deepcopy(task.model),
+            copied(task.model),
             optimizer=task.make_optimizer(self.reference.float32),
             batch=task.first,
             loss=task.loss,

@@ -8,7 +8,6 @@ read.
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from whale.config import Config
 from whale.engine.capture import capture
 from whale.engine.draw_recorder import Randomness
 from whale.engine.step import OptimizerFactory
-from whale.engine.weights import local_copy
+from whale.engine.weights import copied, local_copy
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.runtime import batch as batches
@@ -59,11 +58,11 @@ class _Truth:
     def __init__(self, task: Task, reference: Reference) -> None:
         self.task, self.reference = task, reference
         self.base = with_values(task)
-        self.random, changes = _looked_at(task, copy.deepcopy(self.base))
+        self.random, changes = _looked_at(task, copied(self.base))
         self.meet = rows_meet(self.base, changes)
         self.watch = Watch()
-        self.trained = Plain(task, copy.deepcopy(self.base), self.random, self.watch)
-        self.still = Plain(task, copy.deepcopy(self.base), self.random)
+        self.trained = Plain(task, copied(self.base), self.random, self.watch)
+        self.still = Plain(task, copied(self.base), self.random)
         self.model = self.trained.model
         self.aliases = aliases_of(self.model)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -118,7 +117,7 @@ class _Truth:
         found = []
         try:
             for autocast in (False, True):
-                plain = Plain(low, copy.deepcopy(base), self.random, autocast=autocast)
+                plain = Plain(low, copied(base), self.random, autocast=autocast)
                 loss, _, _ = plain.backward(0, low.first, how)
                 clip(plain.model, low.config.optimizer.max_grad_norm)
                 found.append({"loss": loss, "gradients": gradients_of(plain.model)})
@@ -203,7 +202,7 @@ class _Truth:
         self.kinds.add("sum")
         norms = []
         for method in ("sum", "mean"):
-            twin = copy.deepcopy(self.base)
+            twin = copied(self.base)
             twin.load_state_dict(self.model.state_dict())
             asked = parallel.parallelize(
                 twin,
@@ -357,7 +356,7 @@ def with_values(task: Task) -> nn.Module:
 
 def _bare(model: nn.Module) -> nn.Module:
     """A copy without annotations."""
-    bare = copy.deepcopy(model)
+    bare = copied(model)
     for module in bare.modules():
         module.__dict__.pop(TAG, None)
     return bare

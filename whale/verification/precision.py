@@ -6,7 +6,6 @@ rounding. A model that makes float32 tensors of its own cannot run in it; that i
 
 from __future__ import annotations
 
-import copy
 import re
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whale.engine.weights import copied
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
 from whale.verification.processes import RankFailed, run_forked
@@ -45,7 +45,7 @@ def about_dtype(message: str) -> bool:
 
 def model_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy on the CPU, every floating and complex tensor in `dtype`; meta tensors stay meta."""
-    made = copy.deepcopy(model)
+    made = copied(model)
     made._apply(lambda tensor: _in(tensor, dtype))  # type: ignore[no-untyped-call]
     if not any(t.is_meta for t in (*made.parameters(), *made.buffers())):
         made = made.cpu()

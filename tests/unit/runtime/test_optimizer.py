@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from whale.errors import WhaleError
-from whale.runtime.optimizer import check_no_hooks, make_optimizer
+from whale.runtime.optimizer import check_apart, check_no_hooks, make_optimizer
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2, bias=False))
 ALL = list(MODEL.named_parameters())
@@ -87,3 +87,77 @@ def test_a_factory_that_fails_says_why() -> None:
         make_optimizer(broken, ALL[:1], ALL)
     with pytest.raises(WhaleError, match="was not called with"):
         make_optimizer(lambda named: torch.optim.SGD(MODEL.parameters(), lr=1), ALL[:1], ALL)
+
+
+class Clipped(torch.optim.SGD):
+    """Clips by the norm of all gradients it sees."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.1)
+        return super().step(closure)
+
+
+class Trusted(torch.optim.Optimizer):
+    """A rate by the norm of each tensor, and noise; tensors keep to themselves."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad * (p.norm() / p.grad.norm()), alpha=-group["lr"])
+
+
+class Adapting(Trusted):
+    """A rate by what all parameters did in the last step."""
+
+    moved = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for p in params:
+            p.add_(p.grad, alpha=-0.1 / (1.0 + self.moved))
+        self.moved = float(sum(p.grad.abs().sum() for p in params))
+
+
+def patched(named: Any) -> torch.optim.Optimizer:
+    made = torch.optim.SGD(named, lr=0.1)
+    step = made.step
+
+    def clipped(closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for g in made.param_groups for p in g["params"]], 0.1)
+        return step(closure)
+
+    made.step = clipped  # type: ignore[method-assign]
+    return made
+
+
+class Breaks(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("on a GPU only")
+
+
+STAGES = (frozenset(n for n, _ in ALL[:2]), frozenset(n for n, _ in ALL[2:]))
+
+
+@pytest.mark.parametrize("factory", [Clipped, Adapting, patched])
+def test_an_update_by_the_parameters_of_other_stages_is_refused(factory: Any) -> None:
+    with pytest.raises(WhaleError, match="more than its own gradient"):
+        check_apart(factory, make_optimizer(factory, ALL, ALL), ALL, STAGES)
+    check_apart(factory, make_optimizer(factory, ALL, ALL), ALL, (STAGES[0] | STAGES[1],))
+
+
+@pytest.mark.parametrize("factory", [Trusted, *FACTORIES])
+def test_an_update_of_each_tensor_by_itself_is_not(factory: Any) -> None:
+    before = [p.detach().clone() for _, p in ALL]
+    check_apart(factory, make_optimizer(factory, ALL, ALL), ALL, STAGES)
+    assert all(torch.equal(a, p) for a, (_, p) in zip(before, ALL, strict=True))
+
+
+def test_an_optimizer_that_cannot_be_tried_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(Breaks, make_optimizer(Breaks, ALL, ALL), ALL, STAGES)
+    assert "could not be tried" in caplog.text
