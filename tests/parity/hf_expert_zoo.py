@@ -189,6 +189,7 @@ HF_EXPERT_LAYOUTS: dict[str, Layout] = {
         Layout("hf-across", 2, across(wh.split), M2),
         Layout("hf-across-uneven", 3, across(wh.split), speeds=(3.0, 1.0, 2.0)),
         Layout("hf-across-4", 4, across(wh.split)),
+        Layout("hf-across-8", 8, across(wh.split)),  # more ranks than experts
         Layout("hf-across-groups", 4, across(lambda: wh.split(2)), SHARED),
         Layout("hf-inside", 2, whole(wh.split), M2),
         Layout("hf-inside-uneven", 2, whole(wh.split), speeds=(2.0, 1.0)),
