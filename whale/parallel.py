@@ -43,7 +43,7 @@ from whale.ir.plan import Plan
 from whale.ir.profile import Profile
 from whale.ir.reasons import grouped_reasons
 from whale.ir.schedule import Action, Schedule
-from whale.planner.given import check_given
+from whale.planner.given import check_given, check_kind
 from whale.planner.make_plan import make_plan, orders_of
 from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
@@ -204,6 +204,7 @@ def parallelize(
             simulate(plan, title=type(model).__name__), measured=measured
         ),
         changes=changes,
+        judge=partial(check_kind, plan),
     )
 
 

@@ -64,6 +64,8 @@ class Captured:
     """What each Layer was called with, where that can be said for any number of rows."""
     changes: frozenset[str] | None
     """What a forward changes in the model, by name; None: it does not run on fake tensors."""
+    called: frozenset[str]
+    """Paths of all modules that were called."""
 
 
 def _run(
@@ -376,6 +378,7 @@ def _capture(
         random=random,
         examples=examples,
         changes=first.changes,
+        called=frozenset(seen.called),
     )
 
 

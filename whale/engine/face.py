@@ -28,7 +28,7 @@ import types
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
@@ -147,6 +147,7 @@ class Face:
         self.steps = 0
         self._step: weakref.ref[Trained] | None = weakref.ref(step)
         self._said: set[str] = set()
+        self._set: dict[str, tuple[int, Any]] = {}
         parts = dict(local.named_modules(remove_duplicate=False))
         modules = list(model.named_modules())
         self.pairs = [(module, parts[path]) for path, module in modules]
@@ -215,12 +216,21 @@ class Face:
         if here and not code and not tensors:
             # Every rank sets it; one that does not run this part has no use for it.
             setattr(self.copies[path], name, value)
+            times, _ = self._set.get(f"{path}.{name}", (0, None))
+            self._set[f"{path}.{name}"] = (times + 1, value)
             return
         raise WhaleError(
             f"{path or 'the model'}.{name} is set while a step is open, which trains a copy"
             + ("" if here else ": its code between Layers was traced with the value it had"),
             hint="numbers that change in training belong into modules that are Layers, or into the "
             "batch; anything else is changed before wh.parallelize",
+        )
+
+    def settings(self) -> Hashable:
+        """What the script has set since; of numbers that move all the time, how often, roughly."""
+        return tuple(
+            (name, times.bit_length() if isinstance(value, float) else repr(value))
+            for name, (times, value) in self._set.items()
         )
 
     def say_mode(self) -> None:

@@ -28,6 +28,7 @@ from whale.engine.drift import Drift
 from whale.engine.face import Face, bare
 from whale.engine.gather import Gatherer
 from whale.engine.intake import Intake, Taken, differ
+from whale.engine.kinds import Judge, Kinds
 from whale.engine.lower import Lowered, norms_of_own_rows
 from whale.engine.outsiders import Outsiders
 from whale.engine.recheck import recheck
@@ -49,42 +50,9 @@ from whale.runtime.meeting import Details, ElsewhereError, Meetings, wake_others
 from whale.runtime.optimizer import check_apart, check_elementwise, check_no_hooks, make_optimizer
 from whale.runtime.outputs import Merge, merge
 from whale.runtime.signature import autocast, no_autocast
+from whale.runtime.sums import GlobalSums, loss_and_count
 
 _LOG = logging.getLogger("whale")
-
-
-class GlobalSums:
-    """The loss and its count over all ranks, on their way while the backward runs."""
-
-    def __init__(self, num_ranks: int, device: torch.device) -> None:
-        self.num_ranks = num_ranks
-        self.numbers = torch.zeros(3, dtype=torch.float64, device=device)
-        self.work: dist.Work | None = None
-        self.started = False
-
-    def start(self, totals: Totals) -> None:
-        """This rank's part is complete."""
-        self.numbers = totals.sums.clone()
-        self._launch()
-
-    def _launch(self) -> None:
-        self.started = True
-        if self.num_ranks > 1:
-            self.work = dist.all_reduce(self.numbers, async_op=True)
-
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss, count) of the global batch; a rank that ran nothing adds zeros."""
-        if not self.started:
-            self._launch()
-        if self.work is not None:
-            self.work.wait()
-        return loss_and_count(self.numbers)
-
-
-def loss_and_count(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss and its count, from what all parts added."""
-    count = torch.maximum(sums[1], sums[2])
-    return sums[0] / count, count
 
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -116,6 +84,7 @@ class Step:
         rank: int,
         predict: Predict,
         changes: Changes,
+        judge: Judge,
     ) -> None:
         self._predict = predict
         self.plan = plan
@@ -126,6 +95,8 @@ class Step:
         self._intake = Intake(batch, plan, lowered.device)
         self._variants = Variants(model, plan, lowered, loss, frozenset(outputs), rank, batch)
         self._variants.built(self._intake.signature(batch))
+        self._kinds = Kinds(model, lowered.model, loss, plan, judge, check_parts=config.check_parts)
+        self._kinds.built(self._intake.signature(batch), ())
         self._gatherer = Gatherer(model, plan, lowered, rank)
         weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)
         keyed = lowered.surroundings
@@ -189,6 +160,7 @@ class Step:
 
     def _prepare(self, taken: Taken) -> None:
         """Puts the stages in place that were traced for batches of this kind."""
+        self._kinds.look(taken.batch, taken.signature, self._face.settings())
         variant = self._variants.of(taken.batch, taken.signature)
         if variant is not None:
             self._lowered.executor.use(variant.stages, variant.program.specs, variant.origins)

@@ -153,7 +153,7 @@ class Variants:
         with (
             bare(self.model),
             function_as_before(self.loss),
-            _modes_of(self.model, self.lowered.model),
+            modes_of(self.model, self.lowered.model),
             torch.inference_mode(False),
             torch.enable_grad(),
             autocast(torch.device("cpu"), signature.autocast)(),
@@ -194,7 +194,7 @@ def _flags(model: nn.Module) -> Flags:
 
 
 @contextmanager
-def _modes_of(model: nn.Module, running: nn.Module) -> Iterator[None]:
+def modes_of(model: nn.Module, running: nn.Module) -> Iterator[None]:
     """The user's model in the modes of the copy that runs: glue may branch on `training`."""
     modules = dict(model.named_modules(remove_duplicate=False))
     flags = {module: module.training for module in modules.values()}

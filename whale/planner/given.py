@@ -76,6 +76,50 @@ def _check(plan: Plan, graph: ModelGraph) -> None:
     _check_schedule(plan)
 
 
+def check_kind(plan: Plan, graph: ModelGraph, called: frozenset[str]) -> None:
+    """Raises where code that runs on another kind of batch does not allow what the plan splits.
+
+    Modules that it does not call are nobody's concern.
+    """
+    stage_of = {path: t.stage for t in plan.taskgraphs for path in t.layers}
+    stage_of_layer = [stage_of[layer.path] for layer in graph.layers]
+    glue = glue_params(graph)
+    for taskgraph in plan.taskgraphs:
+        layers = [x for x in graph.layers if x.path in taskgraph.layers]
+        ways = [o for x in layers for option in x.splits for o in (option, *option.instead)]
+        offered = {(o.rule, o.path): o for o in ways}
+        chosen = []
+        for split in taskgraph.splits:
+            if called.isdisjoint(split.modules):
+                continue
+            layer = next(x for x in layers if _inside(split.path, x.path))
+            option = offered.get((split.rule, split.path))
+            if option is None or (option.joined, option.params, option.marks) != (
+                split.joined,
+                split.params,
+                split.marks,
+            ):
+                why = [line for line in layer.whole if split.path in line]
+                raise PlanError(
+                    f"the model's code does not allow that {split.path} is split by {split.unit} "
+                    f"({split.rule})" + (f": {why[0]}" if why else ""),
+                    hint="leave it out of `split`",
+                )
+            chosen.append(option)
+        here = [i for i, stage in enumerate(stage_of_layer) if stage == taskgraph.stage]
+        for option in chosen:
+            if read_whole(graph, option, ways, here, glue):
+                raise PlanError(
+                    f"weights of {option.path}, which the plan splits by {option.unit}, are read "
+                    "whole by other code",
+                    hint="leave it out of `split`",
+                )
+
+
+def _inside(path: str, layer: str) -> bool:
+    return not layer or path == layer or path.startswith(f"{layer}.")
+
+
 def _check_schedule(plan: Plan) -> None:
     schedule = plan.schedule
     if schedule.orders is None:

@@ -1,0 +1,140 @@
+"""Kinds: a batch unlike those before it is looked at as the first one was.
+
+Place in the flow: asked by Step before it runs a batch. Capture and the trials saw the code that
+runs on one batch. Another Python value, a key more or less, another length or an attribute that
+the script set may lead to other code: rows that interact, weights that are read, other operations
+inside a split. So the first batch of every kind is captured and tried too, on the user's model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from whale.engine.capture import capture
+from whale.engine.changes import find_changes, refuse_by_rows
+from whale.engine.face import bare
+from whale.engine.parts import check_parts
+from whale.engine.stillness import function_as_before
+from whale.engine.variants import modes_of
+from whale.errors import WhaleError
+from whale.ir.model_graph import ModelGraph
+from whale.ir.plan import Plan
+from whale.runtime import batch as batches
+from whale.runtime.batch import LocalBatch
+from whale.runtime.signature import Signature
+
+Judge = Callable[[ModelGraph, frozenset[str]], None]
+"""Raises where the modules that were called no longer offer what the plan splits."""
+
+_FIRST = 4
+"""Kinds that differ in sizes alone, of which each is looked at; then the 8th, 16th, ..."""
+
+
+class Kinds:
+    """The kinds of batches that one Step has met.
+
+    Args:
+        model: The user's own, in its weights from before training.
+        running: This rank's copy, whose modes it is looked at in.
+        loss: As the user gave it.
+        plan: What runs.
+        judge: Whether the plan's splits are still offered.
+        check_parts: Whether parts are tried against the whole.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        running: nn.Module,
+        loss: batches.Loss | None,
+        plan: Plan,
+        judge: Judge,
+        *,
+        check_parts: bool,
+    ) -> None:
+        self.model, self.running, self.loss, self.plan = model, running, loss, plan
+        self.judge, self.check_parts = judge, check_parts
+        self.layers = [path for t in plan.taskgraphs for path in t.layers]
+        self.splits = any(t.splits for t in plan.taskgraphs)
+        replicas = max(len(stage.virtual_device.replicas) for stage in plan.stages)
+        self.parts = replicas > 1 or plan.num_micro_batch > 1
+        self._seen: set[Hashable] = set()
+        self._values: set[Hashable] = set()
+        self._sizes = 0
+
+    def built(self, signature: Signature, settings: Hashable) -> None:
+        """The kind that the Step was built with, to train on and to evaluate."""
+        for training in (True, False):
+            self._seen.add(_key(signature, training, settings))
+            self._values.add(_values(signature, training, settings))
+
+    def look(self, batch: LocalBatch, signature: Signature, settings: Hashable) -> None:
+        """Raises if the code that runs on this batch cannot run under the plan.
+
+        `settings`: attributes of the model that the script has set since.
+        """
+        key = _key(signature, signature.training, settings)
+        if key in self._seen or not (self.splits or self.parts):
+            return
+        self._seen.add(key)
+        values = _values(signature, signature.training, settings)
+        if values in self._values:
+            self._sizes += 1
+            if self._sizes > _FIRST and self._sizes & (self._sizes - 1):
+                return
+        self._values.add(values)
+        try:
+            self._look(batch, signature)
+        except WhaleError as error:
+            raise WhaleError(
+                f"on a batch of another kind than the first ({_said(signature)}), {error.message}",
+                hint="give wh.parallelize such a batch, to see it at build; " + (error.hint or ""),
+            ) from error
+
+    def _look(self, batch: LocalBatch, signature: Signature) -> None:
+        grad = torch.is_grad_enabled()
+        with ExitStack() as stack:
+            for around in (
+                bare(self.model),
+                function_as_before(self.loss),
+                modes_of(self.model, self.running),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+            ):
+                stack.enter_context(around)
+            captured = capture(
+                self.model,
+                batches.rebuild(batch.data, signature.example()),
+                self.loss,
+                training=False,
+                grad=grad,
+                layers=self.layers,
+            )
+            if self.splits:
+                self.judge(captured.graph, captured.called)
+            if not self.parts or not signature.training:
+                return
+            changes = find_changes(self.model, batch.data, self.loss, captured.changes, self.plan)
+            refuse_by_rows(self.plan, changes)
+            if self.check_parts and batches.num_rows(batch.data) > 1:
+                check_parts(self.model, batch.data, self.loss, self.plan, captured.random.dims)
+
+
+def _key(signature: Signature, training: bool, settings: Hashable) -> Hashable:
+    return signature.leaves, signature.constants, training, settings
+
+
+def _values(signature: Signature, training: bool, settings: Hashable) -> Hashable:
+    """All of a kind but sizes."""
+    leaves = tuple((x.name, x.dtype, x.batched, len(x.shape)) for x in signature.leaves)
+    return leaves, signature.constants, training, settings
+
+
+def _said(signature: Signature) -> str:
+    lines = signature.lines()
+    found: Iterable[str] = (lines["tensors"], lines["values"])
+    return "; ".join(text for text in found if text)[:300]
