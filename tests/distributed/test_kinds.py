@@ -57,7 +57,11 @@ class Net(nn.Module):
 
     def __init__(self, inside: Inside) -> None:
         super().__init__()
-        self.up, self.down, self.extra = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), nn.Linear(WIDTH, 2)
+        self.up, self.down, self.extra = (
+            nn.Linear(WIDTH, 8),
+            nn.Linear(8, WIDTH),
+            nn.Linear(WIDTH, 2),
+        )
         self.register_buffer("centre", torch.zeros(()))
         self.inside, self.mode = inside, "first"
 

@@ -17,8 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from whale.engine import norm_calls
 from whale.engine.held import MOST_COPIED, Quiet, held, noisy_copy, undisturbed
 from whale.engine.holes import with_holes
+from whale.engine.norm_calls import Calls, joins_norms
 from whale.engine.stillness import function_as_before
 from whale.engine.weights import copied
 from whale.errors import WhaleError
@@ -88,7 +90,8 @@ def check_parts(
     error: Exception | None = None
     for dtype in dict.fromkeys(dtypes):
         try:
-            trial = Rows(model, loss, few, dtype, copied=copied, dims=dims).trial(large=large)
+            made = Rows(model, loss, few, dtype, copied=copied, dims=dims, joins=joins_norms(plan))
+            trial = made.trial(large=large)
         except WhaleError:
             raise
         except Exception as found:  # noqa: BLE001 - a user's code in a dtype it was not made for
@@ -104,7 +107,9 @@ def check_parts(
             )
         if trial.weighing is not None and size * width * total <= _LARGE:
             every = batches.take_rows(batch, 0, total, device)  # code that looks at their number
-            Rows(model, loss, every, dtype, copied=copied, dims=dims).again(trial.weighing)
+            joins = joins_norms(plan)
+            made = Rows(model, loss, every, dtype, copied=copied, dims=dims, joins=joins)
+            made.again(trial.weighing)
         return trial
     assert error is not None
     if about_fakes(error):
@@ -115,6 +120,10 @@ def check_parts(
         hint="tensors of the batch whose first dim is the number of rows are taken to have one "
         "entry for each: give a tensor that has none another first dim (unsqueeze(0))",
     ) from error
+
+
+Whole = tuple[Tensor, list[Tensor | None], Calls]
+"""The loss of rows computed at once, its gradients, and what batch norms saw."""
 
 
 @dataclass(slots=True)
@@ -148,6 +157,7 @@ class Rows:
         copied: Whether on a copy of the model, in that dtype, with gradients.
         dims: Where draws have their rows, of a model that does not key them by itself.
         keyed: The runs of one that does. With neither, draws are constants.
+        joins: Whether batch norms of replicas meet.
     """
 
     def __init__(
@@ -160,8 +170,10 @@ class Rows:
         copied: bool,
         dims: BatchDims | None = None,
         keyed: KeyedRuns | None = None,
+        joins: bool = False,
     ) -> None:
-        self.dtype = dtype
+        self.dtype, self.joins = dtype, joins
+        self.norms: list[Calls] = []
         self.original = model
         self.model = noisy_copy(model, dtype) if copied else model
         self.gradients = copied and dtype in _TOLERANCE
@@ -206,7 +218,7 @@ class Rows:
         with self._still():
             return self._trial(whole, large=large)
 
-    def _trial(self, whole: tuple[Tensor, list[Tensor | None]], *, large: bool) -> Trial:
+    def _trial(self, whole: Whole, *, large: bool) -> Trial:
         try:
             weighing = self._classified()
             self._compare(self.few, weighing, "", self.cuts[-1:] if large else self.cuts, whole)
@@ -291,7 +303,7 @@ class Rows:
         weighing: Weighing | None,
         text: str,
         cuts: tuple[int, ...],
-        whole: tuple[Tensor, list[Tensor | None]],
+        whole: Whole,
     ) -> None:
         for cut in cuts:
             taken = [batches.take_rows(batch, *rows) for rows in ((0, cut), (cut, self.rows))]
@@ -301,7 +313,10 @@ class Rows:
                 if text:  # loud in training too
                     return
                 raise
-            self._compare_parts(parts, *whole, f" (tried with {text})" if text else "")
+            about = f" (tried with {text})" if text else ""
+            if self.joins:
+                norm_calls.compare(whole[2], self.norms[-2:], self._tolerance(), about)
+            self._compare_parts(parts, whole[0], whole[1], about)
 
     def _compare_parts(
         self, parts: list[Weighed], value: Tensor, gradients: list[Tensor | None], about: str
@@ -358,7 +373,7 @@ class Rows:
 
     # ---- running the model -----------------------------------------------------------------------
 
-    def _plain(self, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
+    def _plain(self, batch: Any) -> Whole:
         """The loss of the rows at once and its gradients, by plain torch."""
         self.held = _Calls([], [])
 
@@ -373,7 +388,7 @@ class Rows:
         gradients: list[Tensor | None] = []
         if self.gradients and value.requires_grad:
             gradients = self._gradients(value)
-        return value.detach(), gradients
+        return value.detach(), gradients, self.norms[-1]
 
     def _tracked(
         self, batch: Any, rows: int, calls: list[_Calls] | None = None, *, first: int = 0
@@ -415,7 +430,9 @@ class Rows:
             torch.set_grad_enabled(self.gradients),
             computed_by(self.model, router),
             place,
+            norm_calls.noted(self.model, self.joins) as norms,
         ):
+            self.norms.append(norms)
             if loss is None:
                 with mode:
                     value = batches.call_model(self.model, None, batch)["loss"]
