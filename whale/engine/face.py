@@ -11,6 +11,7 @@ module is what a script holds, so its methods are answered by the Step:
 | `model(x)` | the trained weights, without gradients, where all of it is here; else an error |
 | `model.train()`, `model.eval()`, of any part | taken over by the next step |
 | `model.parameters()` | the user's own; said once that they are not those that train |
+| `model.block.weight`, a buffer | the user's own, from before training; said too |
 | `model.block.temperature = 0.5` | the copy that trains has it too, where its code reads it |
 | another tensor, module or method set | an error |
 | `requires_grad_`, `half()`, writing to a tensor | an error at the next step |
@@ -41,7 +42,10 @@ from whale.errors import WhaleError
 from whale.runtime.compat import uncompiled
 
 _LOG = logging.getLogger("whale")
-_METHODS = ("forward", "state_dict", "load_state_dict", "named_parameters")
+_METHODS = ("forward", "state_dict", "load_state_dict", "named_parameters", "named_buffers")
+_TENSORS = ("_parameters", "_buffers")
+_MOST_SAID = 3
+"""Tensors of which it is said that they are not those that train."""
 
 
 class Trained(Protocol):
@@ -117,6 +121,30 @@ class _Method:
         self.face.say_own()
         return self.plain()(*args, **kwargs)
 
+    def _named_buffers(self, step: Trained, *args: Any, **kwargs: Any) -> Any:
+        self.face.say_stale("model.named_buffers()")
+        return self.plain()(*args, **kwargs)
+
+
+class _Tensors(dict[str, Any]):
+    """The parameters or buffers of one module, which notice that someone reads one.
+
+    `module.weight` comes here, as `get_parameter` does; all that goes over them has a method above.
+    """
+
+    def __init__(self, face: Face, path: str, plain: dict[str, Any]) -> None:
+        super().__init__(plain)
+        self.face, self.path = face, path
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if value is not None and self.face.step() is not None:
+            self.face.say_stale(f"model.{self.path}.{name}" if self.path else f"model.{name}")
+        return value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (), None, None, iter(self.items())
+
 
 def _answer(method: _Method, args: Any, kwargs: Any) -> Any:
     step = method.face.step()
@@ -158,6 +186,9 @@ class Face:
             _Method(self, module, path, name) for path, module in modules for name in _METHODS
         ]
         _put_on(self.methods)
+        for path, module in modules:
+            for name in _TENSORS:
+                module.__dict__[name] = _Tensors(self, path, module.__dict__[name])
         _watch(self)
 
     def step(self) -> Trained | None:
@@ -169,12 +200,17 @@ class Face:
         self._step = None
         _unwatch(self)
         _take_off(self.methods)
+        for module, _ in self.pairs:
+            for name in _TENSORS:
+                if isinstance(held := module.__dict__[name], _Tensors):
+                    module.__dict__[name] = dict(held)
         self.methods.clear()
         self.pairs.clear()
         self.tensors.clear()
 
     def note(self) -> None:
-        """What the user's tensors look like now."""
+        """What the user's tensors look like now; they are those that train."""
+        self._fresh = self.steps
         self._looks = [_looks(tensor) for _, tensor in self.tensors]
         self._samples = [_sample(tensor) for _, tensor in self.tensors]
         self._hooks = [_hooks(user) for user, _ in self.pairs]
@@ -254,6 +290,16 @@ class Face:
             "a clip_grad_norm_ over them does nothing; the optimizer is step.optimizer, clipping "
             "is Config optimizer.max_grad_norm, trained values are in step.state_dict()",
         )
+
+    def say_stale(self, what: str) -> None:
+        """Someone reads one of the user's tensors."""
+        said = sum(key.startswith("model.") for key in self._said)
+        if self.steps > self._fresh and said < _MOST_SAID:
+            self._say(
+                what,
+                f"{what} is the user's own, with the values from before training: trained ones are "
+                "in step.state_dict(), or in the model after step.write_back()",
+            )
 
     def say_copied(self) -> None:
         """Someone copies or pickles the user's module."""
@@ -370,10 +416,22 @@ def bare(model: nn.Module) -> Iterator[None]:
         for name in _METHODS
         if isinstance(method := module.__dict__.get(name), _Method)
     ]
+    held = [
+        (module, name, tensors)
+        for module in model.modules()
+        for name in _TENSORS
+        if isinstance(tensors := module.__dict__[name], _Tensors)
+    ]
     _take_off(found)
+    for module, name, tensors in held:
+        module.__dict__[name] = dict(tensors)
     try:
         yield
     finally:
+        for module, name, tensors in held:
+            now = module.__dict__[name]
+            if not isinstance(now, _Tensors) and tensors.face.step() is not None:
+                module.__dict__[name] = _Tensors(tensors.face, tensors.path, now)
         # One that was put on meanwhile stays.
         _put_on([m for m in found if not isinstance(m.module.__dict__.get(m.name), _Method)])
 

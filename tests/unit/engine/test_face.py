@@ -57,6 +57,7 @@ def test_faces_answer_for_the_step_and_go_with_it() -> None:
     assert model.__dict__.keys() == plain.keys() - {"forward", "state_dict"} - {
         "load_state_dict",
         "named_parameters",
+        "named_buffers",
     }
 
 
@@ -389,3 +390,37 @@ def test_sparse_gradients_become_dense_ones() -> None:
     for name, tensor in want.state_dict().items():
         torch.testing.assert_close(step.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
     step.close()
+
+
+READS: dict[str, Callable[[nn.Module], Any]] = {
+    "model.0.weight": lambda model: model[0].weight.norm(),
+    "model.1.running_mean": lambda model: model[1].running_mean.sum(),
+    "model.2.bias": lambda model: model.get_parameter("2.bias"),
+    "model.named_buffers()": lambda model: dict(model.named_buffers()),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_tensor_from_before_training_is_said_to_be_one(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    before = type(model[0]._parameters)
+    batch = (torch.randn(4, 4), torch.randn(4, 4))
+    step = wh.parallelize(model, optimizer=SGD, batch=batch, loss=F.mse_loss)
+    READS[what](model)  # nothing is trained yet
+    assert "before training" not in caplog.text
+    step(batch)
+    READS[what](model)
+    READS[what](model)
+    assert caplog.text.count(f"{what} is the user's own") == 1
+    caplog.clear()
+    step.write_back()
+    READS[what](model)
+    assert not caplog.text
+    step.state_dict()
+    copied = copy.deepcopy(model)
+    assert type(copied[0]._parameters) is before
+    step.close(forget=True)
+    assert type(model[0]._parameters) is before
+    assert torch.equal(model[0].weight, copied[0].weight)
