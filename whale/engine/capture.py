@@ -181,11 +181,12 @@ def _watched(
                 try:
                     with _Paused(tracer), tracer.recorder.off(), readers.paused():
                         why: dict[str, str] = {}
-                        run.reasons[path] = why
+                        run.reasons[path], run.probing = why, True
                         run.options[path] = counter.paused(
                             lambda: split_options(path, layer, args, kwargs, names, why)
                         )
                 finally:
+                    run.probing = False
                     replace_forward(layer, inner)
         return out
 
@@ -241,7 +242,10 @@ def _watch_inputs(path: str, layer: nn.Module, run: Run) -> None:
 
         def look(_: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
             read = [tuple(t.shape) for t in tensors_in((args, kwargs))]
-            run.shapes.setdefault(name, (read, [tuple(t.shape) for t in tensors_in(out)]))
+            made = [tuple(t.shape) for t in tensors_in(out)]
+            if name in run.shapes and not run.probing:
+                run.shapes_again.setdefault(name, []).append((read, made))
+            run.shapes.setdefault(name, (read, made))
 
         module.register_forward_hook(look, with_kwargs=True)
 

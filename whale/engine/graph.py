@@ -37,6 +37,8 @@ from whale.nn.moe.layer import MoE
 from whale.nn.randomness import Name
 from whale.runtime.generators import Asked
 
+Shapes = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
+
 
 @dataclass(slots=True)
 class Run:
@@ -46,7 +48,8 @@ class Run:
     work: dict[str, Counts]
     examples: dict[str, tuple[Any, Any]]
     options: dict[str, tuple[SplitOption, ...]]
-    shapes: dict[str, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]
+    shapes: dict[str, Shapes]
+    """What each module of a Layer reads and makes in its first call."""
     queues: dict[str, tuple[int, ...]]
     """What each mixture of experts that drops by order reads."""
     calls: dict[Name, Drawn]
@@ -58,6 +61,10 @@ class Run:
     """What it drew from Python's and numpy's generators."""
     changes: frozenset[str] | None = None
     """What the forward changed in the model; None: it did not end."""
+    shapes_again: dict[str, list[Shapes]] = field(default_factory=dict)
+    """The same of its later calls."""
+    probing: bool = False
+    """Whether modules run to see what they offer, beside the model's own calls."""
     reasons: dict[str, dict[str, str]] = field(default_factory=dict)
     """By Layer, why modules of it stay whole."""
 
@@ -104,7 +111,7 @@ def graph_of(
         def known(option: SplitOption, path: str = path, meets: Any = meets) -> SplitOption:
             return replace(
                 without_unread(option, path, program, first.result),
-                dims=_batch_dims(option, first, second),
+                dims=_batch_dims(option, first, second, rows),
                 joined=_joined(option, path, program, layers, rows[0], evaluated),
                 meets_before=_meets_before(option, list(meets), first),
                 copies=_copies(option, first),
@@ -265,7 +272,7 @@ def _nbytes(
     return line_through(a, b, rows)
 
 
-def _batch_dims(option: SplitOption, first: Run, second: Run) -> BatchDims:
+def _batch_dims(option: SplitOption, first: Run, second: Run, rows: tuple[int, int]) -> BatchDims:
     """Where the batch is in what the option's module (for attention.
 
     The module around it) reads and makes.
@@ -273,10 +280,22 @@ def _batch_dims(option: SplitOption, first: Run, second: Run) -> BatchDims:
     path = option.path if option.rule in AROUND else option.modules[0]
     a, b = (run.shapes.get(path, ([], [])) for run in (first, second))
 
-    def dims(side: int) -> tuple[int | None, ...]:
-        return tuple(changed(x, y) for x, y in zip(a[side], b[side], strict=False))
+    def dim(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:
+        found = changed(a, b)
+        # Rows with something beside them cannot be gathered either.
+        return found if found is not None and a[found] * rows[1] == b[found] * rows[0] else None
 
-    return dims(0), dims(1)
+    def dims(a: Shapes, b: Shapes) -> BatchDims:
+        read, made = (tuple(map(dim, x, y)) for x, y in zip(a, b, strict=True))
+        return read, made
+
+    found = dims(a, b)
+    again = [run.shapes_again.get(path, []) for run in (first, second)]
+    same = len(again[0]) == len(again[1])
+    if not same or any(dims(x, y) != found for x, y in zip(*again, strict=True)):
+        # Not every call has rows, or has them there: they cannot be gathered around it.
+        return (None,) * len(a[0]), (None,) * len(a[1])
+    return found
 
 
 def changed(a: tuple[int, ...], b: tuple[int, ...]) -> int | None:

@@ -70,7 +70,14 @@ def choose_splits(
     whole = [line for index in taskgraph.layers for line in graph.layers[index].whole]
     rejected += whole
     options = [way for o in options for way in ((o,) if o.units >= width else o.instead)]
-    options = [o for o in options if o.units >= width and (has_rows(o) or not bridged)]
+    options = [o for o in options if o.units >= width]
+    whole += [
+        f"{o.path}: not every call has the rows in dim 0, and nothing beside them, so replicas "
+        "cannot gather them"
+        for o in options
+        if bridged and not has_rows(o)
+    ]
+    options = [o for o in options if has_rows(o) or not bridged]
     if bridged:
         # What else is in a module around which rows are gathered sees those of all replicas.
         around = [f"{o.path}." if o.path else "" for o in options if o.rule in AROUND]
