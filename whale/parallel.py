@@ -48,7 +48,7 @@ from whale.planner.make_plan import make_plan, orders_of
 from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
 from whale.runtime.agreement import check_same_weights
-from whale.runtime.compat import compiled_parts, drop_cached_fakes
+from whale.runtime.compat import compiled_parts, drop_cached_fakes, uncompiled_function
 from whale.runtime.optimizer import state_tensors
 from whale.runtime.outputs import Merge
 from whale.runtime.preflight import check_versions
@@ -129,6 +129,7 @@ def parallelize(
     """
     settings = _config(config)
     refuse_wrapped(model)
+    loss = uncompiled_function(loss)  # the trials look into it, and one device's result is the same
     refuse_own_parameters(model, loss)
     _say_eager(model)
     captured = capture(model, batch, loss)
@@ -224,7 +225,7 @@ def plan(
     `optimizer` is only asked how much state it keeps; default: as AdamW.
     """
     refuse_wrapped(model)
-    captured = capture(model, batch, loss)
+    captured = capture(model, batch, uncompiled_function(loss))
     training = _training(optimizer) if optimizer is not None else Training()
     return _plan(captured, _cluster(cluster), _config(config), batches.num_rows(batch), training)
 

@@ -213,6 +213,13 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return cast(nn.Module, model._modules["_orig_mod"]) if _wraps(model) else model
 
 
+def uncompiled_function(function: Any) -> Any:
+    """What `torch.compile(function)` wrapped, a module's too; anything else as it is."""
+    if isinstance(function, nn.Module):
+        return uncompiled(function)
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
 def _wraps(module: nn.Module) -> bool:
     # By name: importing dynamo takes seconds.
     return type(module).__name__ == "OptimizedModule"

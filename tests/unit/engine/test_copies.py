@@ -106,3 +106,27 @@ def test_it_is_refused(kind: Callable[[], nn.Module], said: str, inside: bool) -
     model = nn.Sequential(linear(), kind()) if inside else kind()
     with pytest.raises(wh.WhaleError, match=said):
         wh.parallelize(model, optimizer=sgd, batch=torch.randn(4, 6), loss=None)
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["function", "module"])
+def test_a_compiled_loss_is_run_as_it_was_written(module: bool) -> None:
+    def weighed(out: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(out, labels, ignore_index=-100)
+
+    plain = nn.CrossEntropyLoss() if module else weighed
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).double()
+    batch = (
+        torch.randn(8, 6, dtype=torch.float64),
+        torch.tensor([0, 1, -100, -100, -100, 3, 2, 1]),
+    )
+    want = plain(model(batch[0]), batch[1])
+    step = wh.parallelize(
+        model,
+        optimizer=sgd,
+        batch=batch,
+        loss=torch.compile(plain, backend="eager"),
+        config={"pipeline.num_micro_batch": 2},
+    )
+    assert float(step(batch)["loss"]) == pytest.approx(want.item(), abs=1e-12)
+    step.close(forget=True)
