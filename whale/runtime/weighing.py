@@ -39,11 +39,13 @@ class Weighing:
             counts of a part's rows (`count`). No term: the loss is weighed by rows.
         means: By term, whether it has a count.
         joins: Whether its terms have different counts, so that parts must tell each other theirs.
+        written: Parameters that a forward writes to.
     """
 
     divisors: tuple[str, ...]
     means: tuple[bool, ...]
     joins: bool = False
+    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
