@@ -20,6 +20,7 @@ from torch import nn
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.sharding import Piece
+from whale.nn.encoders import install_padding
 from whale.runtime.compat import run_eagerly
 
 
@@ -114,6 +115,7 @@ def local_copy(
         memo[id(buffer)] = source.to(device, copy=True) if not source.is_meta else source
     local = copied(model, memo)
     run_eagerly(local)
+    install_padding(local)
     for module in local.modules():
         if isinstance(module, nn.RNNBase) and not any(p.is_meta for p in module.parameters()):
             module.flatten_parameters()
