@@ -57,6 +57,9 @@ def fake_copy(model: nn.Module) -> tuple[nn.Module, dict[int, str], dict[int, to
         ) from error
     run_eagerly(fake_model)
     install_padding(fake_model)
+    for module in fake_model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+            module.momentum = 0.1  # not by how many batches it has seen, which are none
     # The memo keeps the originals' ids alive; the fakes live in the copied model.
     return fake_model, names, values
 

@@ -51,9 +51,13 @@ def held(model: nn.Module, *, training: bool = True) -> Iterator[None]:
     for module, _ in flags:
         module.training = training  # not by `train`, in which modules may change their weights
     changes: list[tuple[nn.Module, dict[str, Any]]] = []
+    untracked: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.training = False
+            if module.running_mean is None:  # it would take the rows' own in evaluation too
+                untracked.append((module, dict(module._buffers)))
+                module._buffers.update(_statistics(model, module))
         elif isinstance(module, MoE):
             changes.append((module, _experts(module)))
         elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
@@ -68,8 +72,17 @@ def held(model: nn.Module, *, training: bool = True) -> Iterator[None]:
             for key in new:
                 del vars(module)[key]
             vars(module).update(old)
+        for module, buffers in untracked:
+            module._buffers.update(buffers)
         for module, flag in flags:
             module.training = flag
+
+
+def _statistics(model: nn.Module, norm: Any) -> dict[str, Tensor | None]:
+    """Running averages for a batch norm that keeps none."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    found = like.detach().new_zeros(norm.num_features)
+    return {"running_mean": found, "running_var": torch.ones_like(found)}
 
 
 def _experts(module: MoE) -> dict[str, Any]:

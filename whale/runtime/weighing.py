@@ -103,7 +103,9 @@ class MeanTracker(RerunMode):
         table = self.table
         ragged = table.has_ragged(args, kwargs)
         if func is weighted_mean or not table.has_form(args, kwargs):
-            found = known_mean(func, args, kwargs, self.rows, ragged)
+            found = None
+            if func is weighted_mean or not table.penalty(name, args, kwargs):
+                found = known_mean(func, args, kwargs, self.rows, ragged)
             if found is None and name in ("mean", "nanmean"):
                 found = mean_of_rows(table, name, args, kwargs, ragged=ragged)
             if found is not None:
