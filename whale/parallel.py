@@ -157,7 +157,15 @@ def parallelize(
     refuse_across_stages(plan, model, captured)
     trial = None
     if settings.check_parts:
-        trial = check_parts(model, batch, loss, plan, captured.random.dims)
+        trial = check_parts(
+            model,
+            batch,
+            loss,
+            plan,
+            captured.random.dims,
+            outputs=outputs,
+            written=changes.names,
+        )
     check_backwards(model, batch, loss, plan)
     names = frozenset(outputs or ())
     lowered = lower(

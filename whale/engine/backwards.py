@@ -51,7 +51,7 @@ def check_backwards(model: nn.Module, batch: Any, loss: batches.Loss | None, pla
             return
         with generators.kept(), torch.enable_grad(), watch:
             few = batches.spread_rows(batch, rows, trained[0][1].device)
-            value = batches.call_model(tried, loss, few)["loss"]
+            value = batches.call_model(tried, loss, batches.own(few))["loss"]
     except WhaleError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a user's forward says of few rows
@@ -124,7 +124,7 @@ def _refuse_rows(
         return
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            batches.call_model(copied(model), loss, batch)
+            batches.call_model(copied(model), loss, batches.own(batch))
     except Exception:  # noqa: BLE001 - then it is not for the rows
         return
     rows = batches.num_rows(batch)

@@ -248,7 +248,7 @@ def _run(
 
 
 def _loss(model: nn.Module, loss: Any, part: Any) -> Any:
-    return _token(batches.call_model(model, loss, part)["loss"], True, 1)
+    return _token(batches.call_model(model, loss, batches.own(part))["loss"], True, 1)
 
 
 def refuse_by_rows(plan: Plan, changes: Changes) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from whale.engine.weights import plain_tensors
 from whale.errors import CaptureError
+from whale.nn.encoders import install_padding
 from whale.runtime import batch as batches
 from whale.runtime.compat import real_tensors, run_eagerly
 
@@ -55,6 +56,10 @@ def fake_copy(model: nn.Module) -> tuple[nn.Module, dict[int, str], dict[int, to
             hint="attributes such as locks, files or process groups must not sit on modules",
         ) from error
     run_eagerly(fake_model)
+    install_padding(fake_model)
+    for module in fake_model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+            module.momentum = 0.1  # not by how many batches it has seen, which are none
     # The memo keeps the originals' ids alive; the fakes live in the copied model.
     return fake_model, names, values
 

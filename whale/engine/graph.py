@@ -163,16 +163,22 @@ def _in_both(
     )
     allowed = {(o.rule, o.path, o.params) for o in there}
     cut = {module for o in there for module in o.modules}
+    # By rows a bias is whole, by columns it is cut: who reads it there is asked of each.
+    unread, read = replace(offers, options=options).without_readers(evaluated.reads)
+    alone = {(o.rule, o.path, o.params) for o in unread if set(o.modules) <= cut}
     kept = tuple(
-        o
+        replace(o, instead=tuple(x for x in o.instead if offers.unread(x, evaluated.reads)))
         for o in options
         # A module split alone has whole inputs and outputs: it may be in a pair there.
-        if (o.rule, o.path, o.params) in allowed or (o.rule in _ALONE and set(o.modules) <= cut)
+        if (o.rule, o.path, o.params) in allowed
+        or (o.rule in _ALONE and (o.rule, o.path, o.params) in alone)
     )
+    why = (*why, *read)
+    left = {(o.rule, o.path, o.params) for o in kept}
     lost = tuple(
         f"{o.path} is not split by {o.unit}: in evaluation its code is another"
         for o in options
-        if o not in kept and not why
+        if (o.rule, o.path, o.params) not in left and not why
     )
     return kept, tuple(dict.fromkeys((*whole, *why, *lost)))
 

@@ -8,7 +8,7 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from whale.engine.stillness import Attributes
-from whale.engine.weights import copied
+from whale.engine.weights import copied, module_in
+from whale.errors import WhaleError
 from whale.nn.moe.layer import MoE
 from whale.runtime import generators
+from whale.runtime.compat import version
 from whale.runtime.recompute import RerunMode
 
 MOST_COPIED = 100_000_000
@@ -31,7 +33,7 @@ NOISE = 0.1
 
 def noisy_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model in `dtype`, its weights a little off."""
-    made = copied(model).to(dtype)
+    made = module_in(copied(model), dtype)
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -49,9 +51,13 @@ def held(model: nn.Module, *, training: bool = True) -> Iterator[None]:
     for module, _ in flags:
         module.training = training  # not by `train`, in which modules may change their weights
     changes: list[tuple[nn.Module, dict[str, Any]]] = []
+    untracked: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.training = False
+            if module.running_mean is None:  # it would take the rows' own in evaluation too
+                untracked.append((module, dict(module._buffers)))
+                module._buffers.update(_statistics(model, module))
         elif isinstance(module, MoE):
             changes.append((module, _experts(module)))
         elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
@@ -66,8 +72,17 @@ def held(model: nn.Module, *, training: bool = True) -> Iterator[None]:
             for key in new:
                 del vars(module)[key]
             vars(module).update(old)
+        for module, buffers in untracked:
+            module._buffers.update(buffers)
         for module, flag in flags:
             module.training = flag
+
+
+def _statistics(model: nn.Module, norm: Any) -> dict[str, Tensor | None]:
+    """Running averages for a batch norm that keeps none."""
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    found = like.detach().new_zeros(norm.num_features)
+    return {"running_mean": found, "running_var": torch.ones_like(found)}
 
 
 def _experts(module: MoE) -> dict[str, Any]:
@@ -132,13 +147,65 @@ _FILLS = frozenset("uniform_ normal_ bernoulli_ exponential_ log_normal_ cauchy_
 _DRAWS = frozenset("rand randn rand_like randn_like normal".split())
 
 
+class StandIns:
+    """Parameters of one run alone, in the place of those that its forward may write to.
+
+    Other objects, not values put back: a backward after it may still need what the forward read.
+    """
+
+    def __init__(self, model: nn.Module, written: Collection[str] | None) -> None:
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._names: dict[int, str] = {}
+        self._others: list[tuple[str, nn.Parameter, int]] = []
+        self._given = written
+        own: dict[int, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            if type(parameter) is nn.Parameter and (written is None or name in written):
+                made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                made.__dict__.update(parameter.__dict__)
+                own[id(parameter)] = made
+                self.pairs.append((parameter, made))
+                self._names[id(made)] = name
+            else:
+                self._others.append((name, parameter, version(parameter)))
+        for module in model.modules() if own else ():
+            for name, held_there in module._parameters.items():
+                if held_there is not None and id(held_there) in own:
+                    module._parameters[name] = own[id(held_there)]
+        self._versions = {id(made): version(made) for _, made in self.pairs}
+
+    def written(self) -> frozenset[str]:
+        """Names of the parameters that were written to, as far as it was not known before."""
+        for name, parameter, before in self._others:
+            if version(parameter) != before:
+                raise WhaleError(
+                    f"the forward writes to the weight {name}, which it did not do before",
+                    hint="write to it in every forward from the first one on, or between steps",
+                )
+        if self._given is not None:
+            return frozenset(self._given)
+        return frozenset(
+            self._names[id(made)]
+            for parameter, made in self.pairs
+            if version(made) != self._versions[id(made)]
+            or made.shape != parameter.shape
+            or not torch.equal(made.detach(), parameter.detach())
+        )
+
+
 @contextmanager
-def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, code may draw and may change what modules hold; afterwards it is as before."""
+def undisturbed(
+    model: nn.Module, dtype: torch.dtype, written: Collection[str] | None = ()
+) -> Iterator[StandIns]:
+    """Inside, code may draw and may change what modules hold; afterwards it is as before.
+
+    `written`: names of the parameters that it may write to; None: all.
+    """
     # Copies, not values put back: a backward after it may still need what the forward read.
     copies: dict[int, Tensor] = {}
     kept = [Attributes(module) for module in model.modules()]
     weights = [(parameter, parameter.data) for parameter in model.parameters()]
+    stand_ins = StandIns(model, written)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -148,7 +215,7 @@ def undisturbed(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         if dtype in (torch.float32, torch.float64):
             torch.set_default_dtype(dtype)
         try:
-            yield
+            yield stand_ins
         finally:
             torch.set_default_dtype(before)
             for each in kept:

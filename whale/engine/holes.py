@@ -1,4 +1,4 @@
-"""Holes: a batch with holes in its masks and labels, as later batches will have.
+"""Holes: a batch with holes in its masks and labels and other lengths, as later ones will have.
 
 Place in the flow: used by `engine.parts`. The first batch is often full: no padding, all labels
 valid. A mean that is weighed by rows where it should be weighed by tokens shows only in others.
@@ -52,15 +52,36 @@ def with_holes(batch: Any, rows: int) -> Iterator[tuple[str, Any]]:
         tensor[0] = value
         return tensor
 
+    sizes = _widths(batch, rows)
+
+    def shorter(name: str, tensor: Tensor) -> Tensor:
+        """What may be lengths, one of each row; as labels they stay valid ones."""
+        whole = tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1
+        if not whole or int(tensor.min()) < 0:
+            return tensor
+        most = int(tensor.max())
+        if not most or not any(most <= size for size in sizes):
+            return tensor
+        # The greatest in the first rows: what a part is padded to differs.
+        steps = torch.arange(rows, device=tensor.device) * max(1, most // 3) % most
+        return tensor.clamp(max=1) * (most - steps.to(tensor.dtype).sort().values)
+
     for text, change in (
         ("holes in masks and labels", scattered),
         ("zeros at the end of rows", padded),
         ("a first row without labels", empty),
+        ("other lengths of rows", shorter),
     ):
         made = _walk("", batch, change, rows)
         pairs = zip(batches.leaves(batch), batches.leaves(made), strict=True)
         if any(not torch.equal(a, b) for a, b in pairs):
             yield text, made
+
+
+def _widths(batch: Any, rows: int) -> set[int]:
+    """Second dims of tensors with rows, which may be lengths."""
+    found = (t for t in batches.leaves(batch) if batches.has_rows(t, rows) and t.dim() > 1)
+    return {t.shape[1] for t in found if t.shape[1] > 1}
 
 
 def _is_mask(tensor: Tensor) -> bool:

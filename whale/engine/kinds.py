@@ -8,7 +8,7 @@ inside a split. So the first batch of every kind is captured and tried too, on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -25,6 +25,7 @@ from whale.ir.model_graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
 from whale.runtime.batch import LocalBatch
+from whale.runtime.outputs import Merge
 from whale.runtime.signature import Signature
 
 Judge = Callable[[ModelGraph, frozenset[str]], None]
@@ -43,6 +44,7 @@ class Kinds:
         loss: As the user gave it.
         plan: What runs.
         judge: Whether the plan's splits are still offered.
+        outputs: Named outputs, as they are merged.
         check_parts: Whether parts are tried against the whole.
     """
 
@@ -54,8 +56,10 @@ class Kinds:
         plan: Plan,
         judge: Judge,
         *,
+        outputs: Mapping[str, Merge],
         check_parts: bool,
     ) -> None:
+        self.outputs = outputs
         self.model, self.running, self.loss, self.plan = model, running, loss, plan
         self.judge, self.check_parts = judge, check_parts
         self.layers = [path for t in plan.taskgraphs for path in t.layers]
@@ -116,12 +120,23 @@ class Kinds:
             )
             if self.splits:
                 self.judge(captured.graph, captured.called)
-            if not self.parts or not signature.training:
+            if not self.parts:
                 return
-            changes = find_changes(self.model, batch.data, self.loss, captured.changes, self.plan)
-            refuse_by_rows(self.plan, changes)
-            if self.check_parts and batches.num_rows(batch.data) > 1:
-                check_parts(self.model, batch.data, self.loss, self.plan, captured.random.dims)
+            data = batch.data
+            if signature.training:
+                changes = find_changes(self.model, data, self.loss, captured.changes, self.plan)
+                refuse_by_rows(self.plan, changes)
+            if self.check_parts and batches.num_rows(data) > 1:
+                check_parts(
+                    self.model,
+                    data,
+                    self.loss,
+                    self.plan,
+                    captured.random.dims,
+                    self.outputs,
+                    captured.changes or (),
+                    training=signature.training,
+                )
 
 
 def _key(signature: Signature, training: bool, settings: Hashable) -> Hashable:

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -155,8 +155,14 @@ class Offers:
             found = {id(o): self._foreign(o, kept, reads) for o in kept}
             why.update({line: None for line in found.values() if line is not None})
             if not any(found.values()):
-                return kept, tuple(why)
+                break
             kept = tuple(o for o in kept if found[id(o)] is None)
+        others = {id(o): tuple(x for x in o.instead if self.unread(x, reads)) for o in kept}
+        return tuple(replace(o, instead=others[id(o)]) for o in kept), tuple(why)
+
+    def unread(self, option: SplitOption, reads: Mapping[str, Mapping[Read, None]]) -> bool:
+        """Whether no other code reads what the option cuts."""
+        return self._foreign(option, self.options, reads) is None
 
     def _foreign(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.engine.parts import KeyedRuns, Rows
+from whale.engine.trial_rows import KeyedRuns, Rows
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.virtual_device import micro_batch_cuts
@@ -46,7 +46,10 @@ class Recheck:
         if few is None:
             return
         kind = next((p.dtype for p in self.model.parameters()), torch.float32)
-        rows = Rows(self.model, self.loss, few, kind, copied=False, keyed=self.keyed)
+        written = self.weighing.written
+        rows = Rows(
+            self.model, self.loss, few, kind, copied=False, keyed=self.keyed, written=written
+        )
         try:
             rows.again(self.weighing)
         except WhaleError as error:

@@ -186,7 +186,8 @@ def _calls(
             for path in sorted(paths):
                 module = model.get_submodule(path)
                 handles.append(module.register_forward_pre_hook(look(path), with_kwargs=True))
-            batches.call_model(model, loss, batches.spread_rows(batch, rows, where))
+            few = batches.own(batches.spread_rows(batch, rows, where))
+            batches.call_model(model, loss, few)
     except Exception as error:  # noqa: BLE001 - the first step will say it better
         notes.append(f"the model did not run on {rows} rows: {type(error).__name__}: {error}"[:200])
     finally:

@@ -48,12 +48,12 @@ def gives_the_same(
             Quiet(draws=True),
         ):
             if replayed:
-                values = dict(enumerate(batches.leaves(rows)))
+                values = dict(enumerate(batches.leaves(batches.own(rows))))
                 count = batches.num_rows(rows)
                 run_ops(program.ops, values, count, layers, state, device, lambda op: None)
                 found.append(values[ref.index])
             else:
-                found.append(batches.call_model(model, loss, rows)["loss"])
+                found.append(batches.call_model(model, loss, batches.own(rows))["loss"])
     want, got = (value.double() for value in found)
     allowed = _TOLERANCE.get(found[0].dtype, _COARSE)
     return bool((want - got).abs() <= allowed * want.abs().clamp(min=1e-12))

@@ -95,7 +95,15 @@ class Step:
         self._intake = Intake(batch, plan, lowered.device)
         self._variants = Variants(model, plan, lowered, loss, frozenset(outputs), rank, batch)
         self._variants.built(self._intake.signature(batch))
-        self._kinds = Kinds(model, lowered.model, loss, plan, judge, check_parts=config.check_parts)
+        self._kinds = Kinds(
+            model,
+            lowered.model,
+            loss,
+            plan,
+            judge,
+            outputs=outputs,
+            check_parts=config.check_parts,
+        )
         self._kinds.built(self._intake.signature(batch), ())
         self._gatherer = Gatherer(model, plan, lowered, rank)
         weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)

@@ -20,6 +20,7 @@ from torch import nn
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.sharding import Piece
+from whale.nn.encoders import install_padding
 from whale.runtime.compat import run_eagerly
 
 
@@ -69,6 +70,22 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     return copy.deepcopy(module, known)
 
 
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+
+def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A floating tensor in `dtype`, a complex one in that of its parts, any other as it is."""
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    return tensor.to(_COMPLEX.get(dtype, tensor.dtype)) if tensor.is_complex() else tensor
+
+
+def module_in(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module with its tensors in `dtype`. `Module.to` drops what is imaginary."""
+    module._apply(lambda tensor: in_dtype(tensor, dtype))  # type: ignore[no-untyped-call]
+    return module
+
+
 def local_copy(
     model: nn.Module, plan: Plan, rank: int, device: torch.device, seed: int
 ) -> tuple[nn.Module, dict[str, nn.Parameter], dict[str, Piece]]:
@@ -98,6 +115,7 @@ def local_copy(
         memo[id(buffer)] = source.to(device, copy=True) if not source.is_meta else source
     local = copied(model, memo)
     run_eagerly(local)
+    install_padding(local)
     for module in local.modules():
         if isinstance(module, nn.RNNBase) and not any(p.is_meta for p in module.parameters()):
             module.flatten_parameters()

@@ -149,6 +149,11 @@ def rebuild(batch: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return _walk(batch, lambda _: next(rest))
 
 
+def own(batch: Any) -> Any:
+    """`batch` with copies of its tensors, for code that may write to them."""
+    return _walk(batch, torch.Tensor.clone)
+
+
 def num_rows(batch: Any) -> int:
     """Rows of the global batch: dim 0 of its `labels`, else of its first tensor that has one.
 

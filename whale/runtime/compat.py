@@ -241,6 +241,13 @@ def run_eagerly(model: nn.Module) -> None:
             module.__dict__["forward"] = module._modules["_orig_mod"]
 
 
+@contextmanager
+def without_functions() -> Iterator[None]:
+    """Inside, neither function modes nor tensor subclasses see calls."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
 def function_modes() -> list[Any]:
     """The function modes now active, the outermost first."""
     return list(_get_current_function_mode_stack())

@@ -71,6 +71,21 @@ class FormTable:
         """Whether no row has a part in it."""
         return isinstance(x, nn.Parameter) or id(x) in self.constant
 
+    def penalty(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a function has to do with parameters alone, or with what is held beside them.
+
+        That is compared element by element, has the very shape of what is made of parameters, and
+        no gradient.
+        """
+        given = list(tensors(args, kwargs))
+        if name not in _ELEMENTWISE:
+            return bool(given) and all(map(self.fixed, given))
+        made = {tuple(x.shape) for x in given if self.fixed(x)}
+        return bool(made) and all(
+            self.fixed(x) or (x.dim() > 0 and tuple(x.shape) in made and not x.requires_grad)
+            for x in given
+        )
+
     def over_rows(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a reduction leaves no rows: that of all dims, or of the first if it is theirs."""
         dims = _dims(args, kwargs)
@@ -106,10 +121,8 @@ class FormTable:
         """Notes of a result whether its size depends on values, or nothing of it on rows."""
         if ragged or name in _RAGGED or _masks(name, args):
             _note(self.ragged, out)
-        elif not (args and isinstance(args[0], Tensor)) or self.fixed(args[0]):
-            given = list(tensors(args, kwargs))
-            if given and all(map(self.fixed, given)):
-                _note(self.constant, out)
+        elif self.penalty(name, args, kwargs):
+            _note(self.constant, out)
 
 
 def _masks(name: str, args: tuple[Any, ...]) -> bool:
@@ -378,6 +391,10 @@ _BENDS = frozenset(
     "minimum fmax fmin where hardtanh sign floor ceil round trunc gt lt ge le eq ne __gt__ __lt__ "
     "__ge__ __le__ __eq__ __ne__ greater less logical_and logical_or logical_not __and__ __or__ "
     "__xor__ __invert__ __rand__ __ror__ bitwise_and bitwise_or bitwise_not amax amin".split()
+)
+_ELEMENTWISE = frozenset(
+    "add __add__ __radd__ sub __sub__ __rsub__ rsub subtract mul __mul__ __rmul__ multiply div "
+    "__truediv__ __rtruediv__ divide mse_loss l1_loss smooth_l1_loss huber_loss dist".split()
 )
 _RAGGED = frozenset("masked_select nonzero argwhere unique unique_consecutive".split())
 Rule = Callable[[FormTable, Any, Any, Any, Any], Form | None]

@@ -144,5 +144,6 @@ def wake_others() -> None:
 SAME_BATCH = (
     "every rank passes the same global batch, of which Whale gives each its rows: no "
     "DistributedSampler and no loader of its own per rank; `wh.shard(loader)` reads only the rows "
-    "a rank needs"
+    "a rank needs; code that writes to its batch writes to the rows of its own rank: clone what it "
+    "changes, or pass a fresh batch every step"
 )

@@ -49,14 +49,15 @@ def merge(parts: list[Part], wanted: Mapping[str, Merge], num_ranks: int) -> dic
         gathered = [[] for _ in range(num_ranks)]
         dist.all_gather_object(gathered, mine)
     every = sorted((p for ps in gathered for p in ps), key=lambda part: part[0])
-    return {name: _merge_one(name, how, every) for name, how in wanted.items()}
+    return {name: merge_one(name, how, every) for name, how in wanted.items()}
 
 
 def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _merge_one(name: str, how: Merge, parts: list[Part]) -> Any:
+def merge_one(name: str, how: Merge, parts: list[Part]) -> Any:
+    """One output of these parts, in the order of their rows."""
     values = [(rows, named[name]) for _, rows, named in parts if rows]
     if not values or any(not isinstance(v, torch.Tensor) for _, v in values):
         raise WhaleError(

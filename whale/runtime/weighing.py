@@ -39,11 +39,13 @@ class Weighing:
             counts of a part's rows (`count`). No term: the loss is weighed by rows.
         means: By term, whether it has a count.
         joins: Whether its terms have different counts, so that parts must tell each other theirs.
+        written: Parameters that a forward writes to.
     """
 
     divisors: tuple[str, ...]
     means: tuple[bool, ...]
     joins: bool = False
+    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,9 @@ class MeanTracker(RerunMode):
         table = self.table
         ragged = table.has_ragged(args, kwargs)
         if func is weighted_mean or not table.has_form(args, kwargs):
-            found = known_mean(func, args, kwargs, self.rows, ragged)
+            found = None
+            if func is weighted_mean or not table.penalty(name, args, kwargs):
+                found = known_mean(func, args, kwargs, self.rows, ragged)
             if found is None and name in ("mean", "nanmean"):
                 found = mean_of_rows(table, name, args, kwargs, ragged=ragged)
             if found is not None:

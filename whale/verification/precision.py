@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from whale.engine.weights import copied
+from whale.engine.weights import copied, in_dtype, module_in
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
 from whale.verification.processes import RankFailed, run_forked
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 _ABOUT_DTYPE = re.compile(
     r"dtype|scalar type|same type|(float|double|Float|Double)\b.*\b(but|and|!=)|"
     r"expected.*(Double|Float)",
@@ -30,7 +29,7 @@ _ABOUT_DTYPE = re.compile(
 def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """The precision asked for; None: found by trying."""
     found = DTYPES.get(value) if isinstance(value, str) else value
-    if value is not None and found not in _COMPLEX:
+    if value is not None and found not in DTYPES.values():
         raise WhaleError(
             f"dtype is {value}; allowed: {', '.join(DTYPES)}",
             hint="float64, or float32 for a model that makes float32 tensors of its own",
@@ -45,8 +44,7 @@ def about_dtype(message: str) -> bool:
 
 def model_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy on the CPU, every floating and complex tensor in `dtype`; meta tensors stay meta."""
-    made = copied(model)
-    made._apply(lambda tensor: _in(tensor, dtype))  # type: ignore[no-untyped-call]
+    made = module_in(copied(model), dtype)
     if not any(t.is_meta for t in (*made.parameters(), *made.buffers())):
         made = made.cpu()
     # Modules that the user has set to eval in a model that trains stay so.
@@ -55,19 +53,13 @@ def model_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def batch_in(batch: Any, dtype: torch.dtype) -> Any:
     """The batch on the CPU in `dtype`."""
-    leaves = [_in(leaf.detach().cpu(), dtype) for leaf in batches.leaves(batch)]
+    leaves = [in_dtype(leaf.detach().cpu(), dtype) for leaf in batches.leaves(batch)]
     return batches.rebuild(batch, leaves)
 
 
 def loss_in(loss: batches.Loss | None, dtype: torch.dtype) -> batches.Loss | None:
     """A loss that is a module may hold class weights."""
     return model_in(loss, dtype) if isinstance(loss, nn.Module) else loss
-
-
-def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.is_floating_point():
-        return tensor.to(dtype)
-    return tensor.to(_COMPLEX[dtype]) if tensor.is_complex() else tensor
 
 
 def runnable(

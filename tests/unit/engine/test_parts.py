@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import whale as wh
-from whale.engine import parts
+from whale.engine import parts, trial_rows
 from whale.engine.parts import check_parts
 from whale.errors import WhaleError
 from whale.runtime.weighing import Trial
@@ -126,7 +126,7 @@ def test_a_first_batch_without_padding_a_head_of_zeros_and_bf16_hide_nothing() -
 
 def test_a_large_model_is_tried_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "MOST_COPIED", 10)
-    monkeypatch.setattr(parts, "noisy_copy", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(trial_rows, "noisy_copy", lambda *_: pytest.fail("copied"))
     model = Net(moe(capacity_factor=0.5, balance="loss"))
     before = copy.deepcopy(model.state_dict())
     assert tried(model, masked).weighing is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.runtime.random_losses import ROWS, Model, batch, expression
-from whale.engine.parts import Rows
+from whale.engine.trial_rows import Rows
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
 from whale.runtime.weighing import MeanTracker, Weighed, Weighing

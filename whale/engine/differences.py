@@ -1,0 +1,77 @@
+"""Differences: how far what parts give is from what the whole gives.
+
+Place in the flow: used by `engine.trial_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale.errors import WhaleError
+from whale.runtime.outputs import Merge, Part, merge_one
+
+
+def close(a: float, b: float) -> bool:
+    """Whether two divisors are one number."""
+    return abs(a - b) <= 1e-6 * max(abs(a), abs(b), 1e-12)
+
+
+def finite(gradients: list[Tensor | None]) -> bool:
+    """Whether all gradients that there are can be compared."""
+    return all(g is None or bool(g.isfinite().all()) for g in gradients)
+
+
+def distance(want: list[Tensor | None], got: list[Tensor | None]) -> float:
+    """How far gradients are apart, of their size; none is zero."""
+    apart = size = 0.0
+    for a, b in zip(want, got, strict=True):
+        if a is None and b is None:
+            continue
+        a = torch.zeros_like(b) if a is None and b is not None else a
+        b = torch.zeros_like(a) if b is None and a is not None else b
+        assert a is not None and b is not None
+        apart += float((a - b).abs().double().square().sum())
+        size += float(a.abs().double().square().sum())
+    return float((apart / max(size, 1e-24)) ** 0.5)
+
+
+def detached(value: Any) -> Any:
+    """A tensor without its graph, anything else as it is."""
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def refuse_other_outputs(
+    outputs: Mapping[str, Merge], whole: Part, parts: list[Part], tolerance: float, about: str
+) -> None:
+    """Named outputs of parts, merged, must be those of the whole."""
+    for name, how in outputs.items():
+        value = whole[2].get(name)
+        # Of one number each, `concat` is a list of the parts' own.
+        if not isinstance(value, Tensor) or (how.name == "concat" and not value.dim()):
+            continue
+        try:
+            want = merge_one(name, how, [whole]).double()
+            got = merge_one(name, how, parts).double()
+        except Exception:  # noqa: BLE001, S112 - loud in training too
+            continue
+        far = tolerance * max(float(want.abs().max()) if want.numel() else 0.0, 1e-12)
+        if want.shape == got.shape and torch.allclose(
+            want, got, rtol=0.0, atol=far, equal_nan=True
+        ):
+            continue
+        raise WhaleError(
+            f"the output {name!r} of {whole[1]} rows is {_short(want)} computed at once and "
+            f"{_short(got)} in two parts, put together by {how!r}{about}",
+            hint="wh.mean weighs each part by its rows: return what is averaged over something "
+            "else as its sum and its count, each with wh.sum, or as a value for every row with "
+            "wh.concat",
+        )
+
+
+def _short(value: Tensor) -> str:
+    few = ", ".join(f"{number:.6g}" for number in value.flatten()[:4].tolist())
+    return few if not value.dim() else f"[{few}{', ...' if value.numel() > 4 else ''}]"
