@@ -370,3 +370,14 @@ def test_what_is_tried_is_exact_or_refused() -> None:
             elif isinstance(got, str) or not got <= 1e-9 or math.isnan(got):
                 problems.append(f"{name} [{layout}]: {got}")
     assert not problems, "\n".join(problems)
+
+
+def test_an_encoder_with_dropout_is_verified() -> None:
+    case = CASES["an encoder"]
+    model = built(case)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    wh.annotate(model, LAYOUTS[PP](model))
+    result = wh.verify(model, batch=case["data"]()[0], loss=F.mse_loss, cluster="1x2xCPU")
+    assert str(result).startswith("equal"), str(result)
