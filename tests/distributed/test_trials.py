@@ -217,9 +217,9 @@ CASES: dict[str, dict[str, Any]] = {
         **MSE,
     ),
     "a sparse embedding": case(Sparse, tokens, **MSE),
-    "a teacher": case(lambda: Follows(False), lambda: numbers(IN), layouts=(DP,)),
-    "a teacher by data": case(lambda: Follows(True), lambda: numbers(IN), layouts=(DP,)),
-    "weights normalised": case(Normalises, lambda: numbers(IN), **MSE, layouts=(DP,)),
+    "a teacher": case(lambda: Follows(False), lambda: numbers(IN), layouts=(DP, TP)),
+    "a teacher by data": case(lambda: Follows(True), lambda: numbers(IN), layouts=(DP, TP)),
+    "weights normalised": case(Normalises, lambda: numbers(IN), **MSE, layouts=(DP, TP)),
     "labels edited": case(Net, lambda: labelled(1), loss=from_one, evaluates=False),
     "targets edited": case(Net, lambda: numbers(IN), loss=moved, evaluates=False),
     "complex buffers": case(Spectral, lambda: numbers(LENGTH, IN), **MSE, layouts=(DP, TP, PP)),
@@ -370,3 +370,14 @@ def test_what_is_tried_is_exact_or_refused() -> None:
             elif isinstance(got, str) or not got <= 1e-9 or math.isnan(got):
                 problems.append(f"{name} [{layout}]: {got}")
     assert not problems, "\n".join(problems)
+
+
+def test_an_encoder_with_dropout_is_verified() -> None:
+    case = CASES["an encoder"]
+    model = built(case)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    wh.annotate(model, LAYOUTS[PP](model))
+    result = wh.verify(model, batch=case["data"]()[0], loss=F.mse_loss, cluster="1x2xCPU")
+    assert str(result).startswith("equal"), str(result)

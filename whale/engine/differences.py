@@ -15,6 +15,10 @@ from whale.errors import WhaleError
 from whale.runtime.outputs import Merge, Part, merge_one
 
 
+class OutputsError(WhaleError):
+    """A named output of parts is not that of the whole."""
+
+
 def close(a: float, b: float) -> bool:
     """Whether two divisors are one number."""
     return abs(a - b) <= 1e-6 * max(abs(a), abs(b), 1e-12)
@@ -63,7 +67,7 @@ def refuse_other_outputs(
             want, got, rtol=0.0, atol=far, equal_nan=True
         ):
             continue
-        raise WhaleError(
+        raise OutputsError(
             f"the output {name!r} of {whole[1]} rows is {_short(want)} computed at once and "
             f"{_short(got)} in two parts, put together by {how!r}{about}",
             hint="wh.mean weighs each part by its rows: return what is averaged over something "

@@ -44,6 +44,8 @@ _HINT = (
     "wh.weighted_mean(total, count); set Config check_parts=False only if rows interact on purpose"
 )
 
+_IN_EVALUATION = "in eval mode too, let rows have nothing to do with each other: "
+
 
 @dataclass(slots=True)
 class _Calls:
@@ -312,7 +314,7 @@ class Rows:
             raise WhaleError(
                 f"the loss of {self.rows} rows is {float(value):.6g} computed at once and "
                 f"{apart:.6g} in two parts{about}",
-                hint=_HINT,
+                hint=_HINT if self.training else f"{_IN_EVALUATION}{_HINT}",
             )
         if not self.gradients or not total.requires_grad or not finite(gradients):
             return

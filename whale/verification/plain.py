@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.engine.draw_recorder import Randomness
+from whale.nn.encoders import install_padding
 from whale.runtime import batch as batches
 from whale.verification.masks import Handed, Watch
 from whale.verification.shares import Span, cut, value_of
@@ -65,6 +66,7 @@ class Plain:
         self.model, self.task, self.autocast = model, task, autocast
         self.draws = None
         if random is not None:
+            install_padding(model)  # under a function mode torch makes no nested tensors
             self.draws = Handed(model, random, task.config.seed, watch or Watch())
 
     def at(self, step: int, micro_batch: int, span: Span) -> AbstractContextManager[None]:
