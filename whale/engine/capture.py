@@ -128,7 +128,7 @@ def _run(
                     tracer.functions(),
                     suppress(Exception) if evaluates else nullcontext(),
                 ):
-                    out = batches.call_model(fake, loss, inputs)
+                    out = batches.call_model(fake, tracer.noting(loss), inputs)
                     run.result = {
                         name: tree_map(value, lambda leaf: _result_ref(tracer, leaf))
                         for name, value in out.items()

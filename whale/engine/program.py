@@ -123,6 +123,9 @@ class Program:
     specs: list[ValueSpec] = field(default_factory=list)
     result: Any = None
     asked: list[Asked] = field(default_factory=list)
+    loss_from: int = 0
+    """The first operation of the code that is watched for means: all, if the model makes its loss.
+    """
 
     def origins(self) -> dict[int, str]:
         """Where in the user's code each value is made."""
@@ -262,6 +265,7 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
         specs=specs,
         result=first.result,
         asked=first.asked,
+        loss_from=first.loss_from,
     )
 
 

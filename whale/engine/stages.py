@@ -34,6 +34,8 @@ class StageProgram:
     incoming: dict[int, list[int]]
     outgoing: dict[int, list[int]]
     result: dict[str, Any] | None
+    watched: int
+    """The first of its operations that is watched for means: see `Program.loss_from`."""
     dtypes: list[torch.dtype]
     """Of every value of the program, when it was traced."""
 
@@ -88,6 +90,7 @@ def cut(
                 result=_local_result(result, stage_of_op, producer, stage)
                 if stage == loss_stage
                 else None,
+                watched=sum(i < program.loss_from for i in own),
                 dtypes=[spec.dtype for spec in program.specs],
             )
         )
@@ -200,8 +203,8 @@ class CutStage:
             op.layer: _called(modules[op.layer]) for op in part.ops if op.layer is not None
         }
         self.model = model
-        last_layer = max((i for i, op in enumerate(part.ops) if op.layer is not None), default=0)
-        tail = last_layer if self.has_loss else len(part.ops)
+        # What the trial of `engine.parts` watched: its weights are for those sums and means.
+        tail = part.watched if self.has_loss else len(part.ops)
         sent = {v for group in part.outgoing.values() for v in group} | set(_refs(part.result))
         self.head = segments(part.ops[:tail], sent | {v for o in part.ops[tail:] for v in o.inputs})
         self.tail = segments(part.ops[tail:], sent)

@@ -279,6 +279,17 @@ class GlueTracer(TorchFunctionMode):
                 value = self.refs[id(tensor)]
                 self.program.asked.append(Asked(value=value, name=name, where=where))
 
+    def noting(self, loss: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any] | None:
+        """The same loss, which notes where its operations begin."""
+        if loss is None:
+            return None
+
+        def noted(output: Any, target: Any) -> Any:
+            self.program.loss_from = len(self.program.ops)
+            return loss(output, target)
+
+        return noted
+
     @contextmanager
     def functions(self) -> Iterator[None]:
         """Inside, a user's autograd.Functions are seen: one operation each, whatever is in it."""

@@ -1,0 +1,171 @@
+"""Pipelines: what is computed in which stage, and what crosses from one to the next."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import whale as wh
+from tests.ranks import run_ranks
+
+STEPS = 3
+Case = dict[str, Any]
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1, momentum=0.9)
+
+
+class Head(nn.Module):
+    """A Layer that makes a loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.out(h)
+        return F.cross_entropy(out, y), out
+
+
+class Net(nn.Module):
+    """`a` is the first stage, the others are the second."""
+
+    def __init__(self, code: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.head, self.code = Head(), code
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return self.code(self, torch.tanh(self.a(x)), y)
+
+
+def labels() -> list[Any]:
+    """Few of them count, and not as many in each part."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(STEPS):
+        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(0, 4, (8,), generator=generator)
+        y[[0, 1, 2, 5]] = -100
+        found.append((x, y))
+    return found
+
+
+def probed(net: Net, h: Tensor, y: Tensor) -> Any:
+    return {"loss": F.cross_entropy(net.b(h), y), "probe": net.c(h)}
+
+
+def penalty(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    value = F.cross_entropy(net.b(h), y)
+    net.c(h)
+    return value + 0.01 * net.c.weight.norm()
+
+
+def own_loss(net: Net, h: Tensor, y: Tensor) -> Any:
+    value, out = net.head(h, y)
+    return {"loss": value, "more": net.c(h) + out}
+
+
+def two_heads(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    value, _ = net.head(h, y)
+    return value + 0.5 * F.cross_entropy(net.c(h), y)
+
+
+def two_means(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    """One of them of what the first stage made."""
+    return 0.3 * F.cross_entropy(h[:, :4], y) + F.cross_entropy(net.b(h), y)
+
+
+CASES: dict[str, Case] = {
+    "a head after the loss": {"build": partial(Net, probed), "batches": labels},
+    "a weight after the loss": {"build": partial(Net, penalty), "batches": labels},
+    "a Layer that makes its loss": {"build": partial(Net, own_loss), "batches": labels},
+    "two heads": {"build": partial(Net, two_heads), "batches": labels},
+    "a mean of the first stage": {"build": partial(Net, two_means), "batches": labels},
+}
+"""What `refused` does not match is exact."""
+
+
+def build(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = case["build"]().double()
+    return model
+
+
+def plainly(case: Case) -> list[float]:
+    model, loss = build(case), case.get("loss", lambda: None)()
+    optimizer = sgd(list(model.named_parameters()))
+    losses = []
+    for batch in case["batches"]():
+        optimizer.zero_grad()
+        out = loss(model(*batch[:-1]), batch[-1]) if loss is not None else model(*batch)
+        value = out["loss"] if isinstance(out, dict) else out
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def trained(case: Case, replicas: tuple[int, int], micro: int) -> list[float]:
+    model = build(case)
+    rest = "|".join(name for name, _ in model.named_children() if name != "a")
+    first, second = (wh.replicate(n) for n in replicas)
+    wh.annotate(model, {"a": (wh.stage(), first), rest: (wh.stage(), second)})
+    given = case["batches"]()
+    step = wh.parallelize(
+        model,
+        optimizer=sgd,
+        batch=given[0],
+        loss=case.get("loss", lambda: None)(),
+        config={"timeout_seconds": 20, "pipeline.num_micro_batch": micro},
+        outputs=case.get("outputs"),
+    )
+    try:
+        return [float(step(batch)["loss"]) for batch in given]
+    finally:
+        step.close(forget=True)
+
+
+def on_rank(layouts: list[tuple[tuple[int, int], int]]) -> dict[Any, str | float]:
+    torch.set_num_threads(1)
+    wh.init()
+    found: dict[Any, str | float] = {}
+    for name, case in CASES.items():
+        want = plainly(case)
+        for replicas, micro in layouts:
+            if not case.get("only", lambda replicas, micro: True)(replicas, micro):
+                continue
+            try:
+                got = trained(case, replicas, micro)
+            except wh.WhaleError as error:
+                found[name, replicas, micro] = str(error)
+            else:
+                apart = max(abs(a - b) for a, b in zip(got, want, strict=True))
+                found[name, replicas, micro] = apart
+    return found
+
+
+def check(ranks: int, layouts: list[tuple[tuple[int, int], int]]) -> None:
+    for found in run_ranks(ranks, on_rank, layouts, timeout=110.0):
+        for key, result in found.items():
+            refused = CASES[key[0]].get("refused")
+            if refused is None:
+                assert isinstance(result, float) and result < 1e-9, (key, result)
+            else:
+                assert isinstance(result, str) and re.search(refused, result), (key, result)
+                assert "hint:" in result, (key, result)
+
+
+def test_two_stages() -> None:
+    check(2, [((1, 1), 1), ((1, 1), 2)])
+
+
+def test_stages_of_other_widths() -> None:
+    check(3, [((1, 2), 1), ((2, 1), 1), ((1, 2), 2)])
