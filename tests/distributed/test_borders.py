@@ -83,7 +83,72 @@ def two_means(net: Net, h: Tensor, y: Tensor) -> Tensor:
     return 0.3 * F.cross_entropy(h[:, :4], y) + F.cross_entropy(net.b(h), y)
 
 
+WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+
+
+def logits(net: Net, h: Tensor, y: Tensor) -> Tensor:
+    return net.b(h)
+
+
+class Plain(Net):
+    """Its loss is a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(logits)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def module_loss() -> Any:
+    return nn.CrossEntropyLoss(weight=WEIGHTS.clone(), label_smoothing=0.1)
+
+
+def closure_loss() -> Any:
+    weights = WEIGHTS.clone()
+
+    def weigh(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, weight=weights * 2)
+
+    return lambda out, y: weigh(out * WEIGHTS, y)
+
+
+def remembering_loss() -> Any:
+    seen = torch.zeros(4, dtype=torch.float64)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        nonlocal seen
+        before, seen = seen, 0.9 * seen + 0.1 * out.detach().mean(0)
+        return F.cross_entropy(out - before, y)
+
+    return loss
+
+
+def writing_loss() -> Any:
+    seen = torch.zeros(4, dtype=torch.float64)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        seen.mul_(0.9)
+        return F.cross_entropy(out - seen, y)
+
+    return loss
+
+
 CASES: dict[str, Case] = {
+    "weights of a loss module": {"build": Plain, "batches": labels, "loss": module_loss},
+    "weights in a closure": {"build": Plain, "batches": labels, "loss": closure_loss},
+    "a loss that remembers": {
+        "build": Plain,
+        "batches": labels,
+        "loss": remembering_loss,
+        "refused": "keeps tensors|two parts|changed by",
+    },
+    "a loss that writes": {
+        "build": Plain,
+        "batches": labels,
+        "loss": writing_loss,
+        "refused": "in place|changed by",
+    },
     "a head after the loss": {"build": partial(Net, probed), "batches": labels},
     "a weight after the loss": {"build": partial(Net, penalty), "batches": labels},
     "a Layer that makes its loss": {"build": partial(Net, own_loss), "batches": labels},

@@ -89,7 +89,7 @@ def _run(
         inputs = fake_batch(batch, rows)
         run = Run.empty()
         run.asked = asked
-        tracer = GlueTracer(batches.leaves(inputs), names)
+        tracer = GlueTracer(batches.leaves(inputs), names, model)
         add_constants(tracer, values)
         run.calls = tracer.recorder.calls
         # A loss may close over the parameters of the model itself.

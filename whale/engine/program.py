@@ -8,6 +8,7 @@ Layers, which fx cannot print as code, and because shape constants that grow wit
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,29 @@ class State:
     """A parameter or buffer by name, read from this rank's copy of the model."""
 
     name: str
+
+
+class Constant:
+    """A tensor from outside of the model that glue reads, such as the class weights of a loss."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._moved: tuple[torch.device, int, torch.Tensor] | None = None
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """As it is now, on that device."""
+        if self.tensor.device == device:
+            return self.tensor
+        version = self.tensor._version
+        if self._moved is None or self._moved[:2] != (device, version):
+            self._moved = device, version, self.tensor.to(device)
+        return self._moved[2]
+
+    def __repr__(self) -> str:
+        """The same for the same values: a trace is compared with a later one by it."""
+        data = self.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
+        return f"a constant of {self.tensor.dtype} {tuple(self.tensor.shape)} ({digest})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +217,8 @@ def run_ops(
             return leaf.slope * rows + leaf.offset
         if isinstance(leaf, State):
             return state(leaf.name)
+        if isinstance(leaf, Constant):
+            return leaf.on(device)
         if isinstance(leaf, torch.device):
             # The trace ran on fake CPU tensors: a device in glue (`device=x.device`) is this rank's
             # own.
@@ -304,7 +330,7 @@ def check_rows(program: Program, traced: Program, rows: int) -> None:
             )
 
 
-_COMPARED = (Ref, State, Rows, bool, int, float, str, torch.dtype)
+_COMPARED = (Ref, State, Constant, Rows, bool, int, float, str, torch.dtype)
 
 
 def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:

@@ -475,11 +475,15 @@ def assign_stages(
 
 def _reduces(nodes: Sequence[Node], node: Node, reduced: set[int]) -> bool:
     """Whether glue makes values without rows of values with rows, and changes none in place."""
-    if any(value.nbytes.per_row for value in node.made) or node.name in _IN_PLACE:
+    if any(value.nbytes.per_row for value in node.made) or node.name in IN_PLACE:
         return False
     if node.name.endswith("_") and not node.name.endswith("__"):
         return False
     return any(n in reduced or nodes[n].made[v].nbytes.per_row for n, v in node.reads)
 
 
-_IN_PLACE = frozenset("set_item __iadd__ __isub__ __imul__ __itruediv__ __ipow__".split())
+IN_PLACE = frozenset(
+    "set_item __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ "
+    "__ior__ __ixor__".split()
+)
+"""Functions that change their first argument, beside those whose names end in `_`."""
