@@ -42,7 +42,7 @@ def held_tensors(thing: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
     elif isinstance(thing, FunctionType):
         held = _variables(thing)
     elif callable(thing) and hasattr(thing, "__dict__"):
-        held = [*vars(thing).values(), getattr(type(thing), "__call__", None)]
+        held = [*vars(thing).values(), type(thing).__call__]
     for item in held:
         yield from held_tensors(item, depth - 1)
 
