@@ -83,6 +83,52 @@ def two_means(net: Net, h: Tensor, y: Tensor) -> Tensor:
     return 0.3 * F.cross_entropy(h[:, :4], y) + F.cross_entropy(net.b(h), y)
 
 
+class Scaled(torch.autograd.Function):
+    """Its input, with a smaller gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.scale, None
+
+
+class Glue(nn.Module):
+    """Code between Layers that counts the rows."""
+
+    def __init__(self, code: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.norm, self.code = nn.Linear(6, 8), nn.BatchNorm1d(8), code
+        self.drop, self.b = nn.Dropout(0.4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        return F.mse_loss(self.b(self.code(self, h, max(1, len(h) // 2))), y)
+
+
+def rows(*shapes: tuple[int, ...]) -> Callable[[], list[Any]]:
+    def made() -> list[Any]:
+        generator = torch.Generator().manual_seed(1)
+        return [
+            tuple(torch.randn(*s, generator=generator, dtype=torch.float64) for s in shapes)
+            for _ in range(STEPS)
+        ]
+
+    return made
+
+
+def counting(code: Callable[..., Tensor]) -> Case:
+    return {
+        "build": partial(Glue, code),
+        "batches": rows((8, 6), (8, 3)),
+        "refused": "the glue for . rows differs",
+        "only": lambda replicas, micro: replicas == (1, 1) and micro == 1,
+    }
+
+
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 
@@ -154,6 +200,21 @@ CASES: dict[str, Case] = {
     "a Layer that makes its loss": {"build": partial(Net, own_loss), "batches": labels},
     "two heads": {"build": partial(Net, two_heads), "batches": labels},
     "a mean of the first stage": {"build": partial(Net, two_means), "batches": labels},
+}
+CASES |= {
+    "a half without gradient": counting(
+        lambda net, h, n: torch.cat([h[:n].detach(), h[n:]]),
+    ),
+    "a scaled gradient": counting(
+        lambda net, h, n: Scaled.apply(h, 1 / max(len(h), 4)),
+    ),
+    "a half that drops": counting(lambda net, h, n: torch.cat([net.drop(h[:n]), h[n:]])),
+    "a half that drops all": counting(
+        lambda net, h, n: torch.cat([F.dropout(h[:n], 1.0), h[n:]]),
+    ),
+    "a half that is normed": counting(
+        lambda net, h, n: torch.cat([net.norm(h.flip(1)[:n].repeat(2, 1))[:n], h[n:]]),
+    ),
 }
 """What `refused` does not match is exact."""
 

@@ -175,7 +175,7 @@ class WholeStage:
         )
 
 
-def _called(layer: nn.Module) -> Callable[..., Any]:
+def called(layer: nn.Module) -> Callable[..., Any]:
     """What calls a Layer: a `__call__` of its own is in the glue that was traced around it."""
     own = type(layer).__call__ is not nn.Module.__call__
     return partial(nn.Module.__call__, layer) if own else layer
@@ -200,7 +200,7 @@ class CutStage:
         self.has_loss = part.result is not None
         modules = dict(model.named_modules(remove_duplicate=False))
         self.layers = {
-            op.layer: _called(modules[op.layer]) for op in part.ops if op.layer is not None
+            op.layer: called(modules[op.layer]) for op in part.ops if op.layer is not None
         }
         self.model = model
         # What the trial of `engine.parts` watched: its weights are for those sums and means.

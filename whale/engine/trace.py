@@ -124,12 +124,15 @@ class GlueTracer(TorchFunctionMode):
     """Records torch functions called in glue; `layer_call` records Layers."""
 
     def __init__(
-        self, inputs: list[torch.Tensor], state: Mapping[int, str], model: torch.nn.Module
+        self,
+        inputs: list[torch.Tensor],
+        state: Mapping[int, str],
+        model: torch.nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.state = state
         # The user's own: what trains is a copy, so they are no constants.
-        held = (*model.parameters(), *model.buffers())
+        held = (*model.parameters(), *model.buffers()) if model is not None else ()
         self.stale = {storage for tensor in held if (storage := _storage(tensor))}
         self.program = Program(num_inputs=len(inputs), ops=[])
         self.keep: list[torch.Tensor] = []

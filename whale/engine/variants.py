@@ -144,8 +144,14 @@ class Variants:
         if signature != self._first or rows > batches.num_rows(self.few):
             return False
         few = batches.take_rows(self.few, 0, rows)
+        grad = torch.is_grad_enabled()
+        dims = self.lowered.surroundings.draws.dims
+        program, result = variant.program, variant.result
         with self._as_run(signature):
-            return gives_the_same(self.model, self.loss, variant.program, variant.result, few)
+            try:
+                return gives_the_same(self.model, self.loss, program, result, few, dims, grad=grad)
+            except Exception:  # noqa: BLE001 - the trace's own refusal says what is wrong
+                return False
 
     @contextmanager
     def _as_run(self, signature: Signature) -> Iterator[None]:
