@@ -129,6 +129,54 @@ def counting(code: Callable[..., Tensor]) -> Case:
     }
 
 
+class Mean(nn.Linear):
+    """A Layer that gives something without rows."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = super().forward(x)
+        return h, h.mean(0)
+
+
+class Two(nn.Module):
+    """What crosses is made by `code`, and taken apart by `after`."""
+
+    def __init__(self, code: Callable[..., Any], after: Callable[..., Any], mean: bool) -> None:
+        super().__init__()
+        self.a, self.b = (Mean if mean else nn.Linear)(6, 8), nn.Linear(8, 3)
+        self.code, self.after = code, after
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.after(self.b(torch.tanh(self.code(self.a, x))), y)
+
+
+def mean_first(a: Any, x: Tensor) -> Tensor:
+    h, mean = a(x)
+    return h + mean
+
+
+class Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Mean(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, mean = self.a(x)
+        return F.mse_loss(self.b(torch.tanh(h)) * mean.sum(), y)
+
+
+def alike() -> list[Any]:
+    """Rows whose mean is their value, so that parts and whole agree."""
+    return [(x[:1].repeat(8, 1), y) for x, y in rows((8, 6), (8, 3))()]
+
+
+def crossing(code: Any, after: Any, refused: str = "", *, mean: bool = False) -> Case:
+    return {
+        "build": partial(Two, code, after, mean),
+        "batches": rows((8, 5, 6), (8, 3)) if not mean else rows((8, 6), (8, 3)),
+        "refused": lambda replicas: refused if replicas[0] != replicas[1] else None,
+    }
+
+
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 
@@ -216,6 +264,37 @@ CASES |= {
         lambda net, h, n: torch.cat([net.norm(h.flip(1)[:n].repeat(2, 1))[:n], h[n:]]),
     ),
 }
+CASES |= {
+    "two views in one batch": crossing(
+        lambda a, x: a(torch.cat([x[:, 0], x[:, 1]])),
+        lambda z, y: F.mse_loss(z[: len(y)], z[len(y) :]) + F.mse_loss(z[: len(y)], y),
+        "test_borders.*alone give other numbers",
+    ),
+    "time first": crossing(
+        lambda a, x: a(x).transpose(0, 1).reshape(-1, 8),
+        lambda z, y: F.mse_loss(z.view(5, -1, 3)[-1], y),
+        "test_borders.*alone give other numbers",
+    ),
+    "rows turned round": crossing(
+        lambda a, x: a(x).flip(0), lambda z, y: F.mse_loss(z.flip(0)[:, 0], y), "alone give other"
+    ),
+    "batch first": {
+        **crossing(
+            lambda a, x: a(x).reshape(-1, 8), lambda z, y: F.mse_loss(z.view(-1, 5, 3)[:, 2], y)
+        ),
+        "refused": None,
+    },
+    "a mean out of a Layer": {
+        **crossing(mean_first, F.mse_loss, "two parts|no rows itself", mean=True),
+        "only": lambda replicas, micro: micro == 1,
+    },
+    "a mean out of a Layer for the next stage": {
+        "build": Late,
+        "batches": alike,
+        "refused": "no rows itself",
+        "only": lambda replicas, micro: replicas == (1, 2) and micro == 1,
+    },
+}
 """What `refused` does not match is exact."""
 
 
@@ -282,6 +361,7 @@ def check(ranks: int, layouts: list[tuple[tuple[int, int], int]]) -> None:
     for found in run_ranks(ranks, on_rank, layouts, timeout=110.0):
         for key, result in found.items():
             refused = CASES[key[0]].get("refused")
+            refused = refused(key[1]) if callable(refused) else refused
             if refused is None:
                 assert isinstance(result, float) and result < 1e-9, (key, result)
             else:

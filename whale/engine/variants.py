@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.borders import check_borders
 from whale.engine.capture import ROWS, Captured, capture, trace
 from whale.engine.face import bare
 from whale.engine.lower import Lowered, make_stages
@@ -70,7 +71,10 @@ class Variants:
         outputs: frozenset[str],
         rank: int,
         batch: Any,
+        *,
+        checks: bool = True,
     ) -> None:
+        self.checks = checks
         self.model, self.plan, self.lowered = model, plan, lowered
         self.loss, self.outputs, self.rank = loss, outputs, rank
         self.few = batches.take_rows(batch, 0, min(_FEW, batches.num_rows(batch)))
@@ -178,6 +182,9 @@ class Variants:
             assert captured.refusal is not None
             raise captured.refusal
         _check_same_model(captured, self.plan, signature)
+        with self._as_run(signature):
+            if self.checks:
+                check_borders(self.model, batch, self.plan, captured)
         stages = make_stages(
             self.plan,
             self.rank,
