@@ -177,6 +177,58 @@ def crossing(code: Any, after: Any, refused: str = "", *, mean: bool = False) ->
     }
 
 
+def called(net: Glue, h: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    changed = {name: change(p) for name, p in net.b.named_parameters()}
+    return torch.func.functional_call(net.b, changed, (h,))
+
+
+def swapped(net: Glue, h: Tensor) -> Tensor:
+    own = net.b._parameters.pop("weight")
+    net.b.weight = own * 2  # type: ignore[assignment, operator]
+    out: Tensor = net.b(h)
+    del net.b.weight
+    net.b._parameters["weight"] = own
+    return out
+
+
+class Called(Glue):
+    """Calls its last Layer as `code` says."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h = torch.tanh(self.a(x))
+        out = self.code(self, h)
+        return {"loss": F.mse_loss(out, y), "early": h.mean(1)}
+
+
+class Later(nn.Module):
+    """Changes a buffer in later batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, x: Tensor, y: Tensor, moves: bool) -> Tensor:
+        out = self.b(torch.tanh(self.a(x)))
+        if moves and self.training:
+            with torch.no_grad():
+                self.centre.lerp_(out.mean(0), 0.1)
+        return F.mse_loss(out, y)
+
+
+def kinds() -> list[Any]:
+    return [(*pair, i > 1) for i, pair in enumerate(rows((8, 6), (8, 3))())]
+
+
+def calling(code: Callable[..., Tensor], **more: Any) -> Case:
+    return {
+        "build": partial(Called, code),
+        "batches": rows((8, 6), (8, 3)),
+        "only": lambda replicas, micro: replicas == (1, 1),
+        **more,
+    }
+
+
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 
@@ -293,6 +345,31 @@ CASES |= {
         "batches": alike,
         "refused": "no rows itself",
         "only": lambda replicas, micro: replicas == (1, 2) and micro == 1,
+    },
+}
+CASES |= {
+    "a Layer with its own weights": calling(lambda net, h: called(net, h, lambda p: p)),
+    "a Layer with other weights": calling(
+        lambda net, h: called(net, h, lambda p: p + 0.1 * p.detach().sign()),
+        refused="test_borders.py:.* b is called with another bias than its own",
+    ),
+    "a Layer with a weight exchanged": calling(
+        swapped, refused="test_borders.py:.* b is called with another weight than its own"
+    ),
+    "an output of an earlier stage": calling(
+        lambda net, h: net.b(h),
+        outputs={"early": wh.concat},
+        refused="'early' is made in another stage than the loss",
+    ),
+    "a list as long as the batch": calling(
+        lambda net, h: net.b(h * torch.tensor([2.0] * len(h), dtype=h.dtype)[:, None]),
+        refused="test_borders.py:.* 2 items for 2 rows and 3 for 3",
+    ),
+    "a buffer of a later kind of batch": {
+        "build": Later,
+        "batches": kinds,
+        "refused": "centre is changed by the forward",
+        "only": lambda replicas, micro: replicas == (1, 1),
     },
 }
 """What `refused` does not match is exact."""

@@ -31,7 +31,8 @@ from whale.engine.probe import seen_draws
 from whale.engine.program import Program, merge, tensors_in, tree_map
 from whale.engine.readers import Readers
 from whale.engine.stacked_experts import give_shapes
-from whale.engine.trace import GlueTracer, add_constants
+from whale.engine.trace import GlueTracer, add_constants, refuse_exchanged
+from whale.engine.weights import own_tensors
 from whale.engine.work import WorkCounter
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
@@ -161,12 +162,17 @@ def _watched(
     readers: Readers,
 ) -> Callable[..., Any]:
     replaced = layer.__dict__.get("forward")
+    tensors = own_tensors(layer)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal tensors
+        if not tracer.paused:
+            refuse_exchanged(path, tensors, own_tensors(layer))
         given = [(held, _items(held)) for held in _containers((args, kwargs))]
         out = counter.layer(
             path, (args, kwargs), lambda: tracer.layer_call(path, own, args, kwargs)
         )
+        tensors = own_tensors(layer)  # its own code may exchange what it likes
         if path not in run.order:
             run.order.append(path)
             run.examples[path] = (args, kwargs)

@@ -330,6 +330,7 @@ def check_rows(program: Program, traced: Program, rows: int) -> None:
             )
 
 
+_PLAIN = (Ref, State, bool, int, float, str, type(None), torch.dtype)
 _COMPARED = (Ref, State, Constant, Rows, bool, int, float, str, torch.dtype)
 
 
@@ -345,17 +346,24 @@ def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
             _merge_tree(a.stop, b.stop, rows, where),
             _merge_tree(a.step, b.step, rows, where),
         )
+    hint = "put arithmetic on the batch size inside one annotated module"
+    if isinstance(a, tuple | list | dict) and isinstance(b, tuple | list | dict):
+        raise CaptureError(
+            f"{where}: a list, tuple or dict in the glue has {len(a)} items for {rows[0]} rows and "
+            f"{len(b)} for {rows[1]}",
+            hint=hint + "; or make a tensor of the batch's size with torch.full or torch.arange",
+        )
     if type(a) is int and type(b) is int and a != b:
         slope, rest = divmod(b - a, rows[1] - rows[0])
         if rest == 0:
             return Rows(slope, a - slope * rows[0])
-    elif isinstance(a, float) and isinstance(b, float) and repr(a) != repr(b):
+    elif isinstance(a, _PLAIN) and isinstance(b, _PLAIN) and repr(a) != repr(b):
         pass
     else:
         return a
     raise CaptureError(
         f"{where}: a constant of the glue is {a!r} for {rows[0]} rows and {b!r} for {rows[1]}",
-        hint="put arithmetic on the batch size inside one annotated module",
+        hint=hint,
     )
 
 

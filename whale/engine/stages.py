@@ -102,6 +102,23 @@ def cut(
     return stages
 
 
+def check_outputs(
+    parts: list[StageProgram], result: Mapping[str, Any], outputs: frozenset[str]
+) -> None:
+    """Outputs are merged where the loss is: one of an earlier stage is not at hand there."""
+    for part in parts:
+        if part.result is None:
+            continue
+        for name in sorted(outputs & result.keys()):
+            if name not in part.result:
+                raise CaptureError(
+                    f"the output {name!r} is made in another stage than the loss (stage "
+                    f"{part.index}), which alone returns outputs",
+                    hint="make it of something that the last stage computes, leave it out of "
+                    "`outputs`, or use one stage",
+                )
+
+
 def _check_border(program: Program, spec: ValueSpec, maker: int) -> None:
     if spec.batch_dim == -1:
         raise CaptureError(

@@ -453,3 +453,18 @@ def is_cache(value: Any) -> bool:
 def add_constants(tracer: GlueTracer, tensors: Mapping[int, torch.Tensor]) -> None:
     """Makes buffers whose real values are known usable in branches."""
     tracer.constants.update(tensors)
+
+
+def refuse_exchanged(
+    path: str, before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
+) -> None:
+    """A Layer that glue calls with other tensors than its own: stages run it with its own."""
+    for name in sorted({*before, *now}):
+        if before.get(name) is not now.get(name):
+            raise CaptureError(
+                f"{path} is called with another {name} than its own (functional_call, or code that "
+                "exchanges it around the call): stages and splits run it with its own",
+                hint="make the change inside one annotated module around both, compute with "
+                "torch.nn.functional on the tensor itself, or use data parallelism alone",
+                where=user_line(),
+            )

@@ -20,6 +20,7 @@ from torch import nn
 
 from whale.engine.borders import check_borders
 from whale.engine.capture import ROWS, Captured, capture, trace
+from whale.engine.changes import refuse_across_stages
 from whale.engine.face import bare
 from whale.engine.lower import Lowered, make_stages
 from whale.engine.program import Program, check_rows
@@ -182,6 +183,8 @@ class Variants:
             assert captured.refusal is not None
             raise captured.refusal
         _check_same_model(captured, self.plan, signature)
+        # Code of this kind of batch may change what that of the first left alone.
+        refuse_across_stages(self.plan, self.model, captured)
         with self._as_run(signature):
             if self.checks:
                 check_borders(self.model, batch, self.plan, captured)
