@@ -26,6 +26,7 @@ from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.cost.compute import Training
 from whale.engine.backwards import check_backwards
+from whale.engine.borders import check_borders
 from whale.engine.capture import Captured, capture
 from whale.engine.changes import find_changes, refuse_across_stages, refuse_by_rows
 from whale.engine.face import hide_from_compiler, plainly
@@ -166,6 +167,7 @@ def parallelize(
             outputs=outputs,
             written=changes.names,
         )
+        check_borders(model, batch, plan, captured)
     check_backwards(model, batch, loss, plan)
     names = frozenset(outputs or ())
     lowered = lower(

@@ -31,7 +31,8 @@ from whale.engine.probe import seen_draws
 from whale.engine.program import Program, merge, tensors_in, tree_map
 from whale.engine.readers import Readers
 from whale.engine.stacked_experts import give_shapes
-from whale.engine.trace import GlueTracer, add_constants
+from whale.engine.trace import GlueTracer, add_constants, refuse_exchanged
+from whale.engine.weights import own_tensors
 from whale.engine.work import WorkCounter
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import (
@@ -91,7 +92,7 @@ def _run(
         inputs = fake_batch(batch, rows)
         run = Run.empty()
         run.asked = asked
-        tracer = GlueTracer(batches.leaves(inputs), names)
+        tracer = GlueTracer(batches.leaves(inputs), names, model)
         add_constants(tracer, values)
         run.calls = tracer.recorder.calls
         # A loss may close over the parameters of the model itself.
@@ -130,7 +131,7 @@ def _run(
                     tracer.functions(),
                     suppress(Exception) if evaluates else nullcontext(),
                 ):
-                    out = batches.call_model(fake, loss, inputs)
+                    out = batches.call_model(fake, tracer.noting(loss), inputs)
                     run.result = {
                         name: tree_map(value, lambda leaf: _result_ref(tracer, leaf))
                         for name, value in out.items()
@@ -163,12 +164,17 @@ def _watched(
     readers: Readers,
 ) -> Callable[..., Any]:
     replaced = layer.__dict__.get("forward")
+    tensors = own_tensors(layer)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal tensors
+        if not tracer.paused:
+            refuse_exchanged(path, tensors, own_tensors(layer))
         given = [(held, _items(held)) for held in _containers((args, kwargs))]
         out = counter.layer(
             path, (args, kwargs), lambda: tracer.layer_call(path, own, args, kwargs)
         )
+        tensors = own_tensors(layer)  # its own code may exchange what it likes
         if path not in run.order:
             run.order.append(path)
             run.examples[path] = (args, kwargs)

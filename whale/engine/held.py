@@ -33,15 +33,19 @@ NOISE = 0.1
 
 def noisy_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model in `dtype`, its weights a little off."""
-    made = module_in(copied(model), dtype)
+    return with_noise(module_in(copied(model), dtype))
+
+
+def with_noise(model: nn.Module) -> nn.Module:
+    """The same model, whose weights are now a little off."""
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.numel():
                 size = float(parameter.square().mean().sqrt()) or 1.0
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
                 parameter.add_((NOISE * size * noise).to(parameter))
-    return made
+    return model
 
 
 @contextmanager

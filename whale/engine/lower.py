@@ -22,7 +22,7 @@ from whale.engine.loss_parts import LossParts, loss_parts
 from whale.engine.program import Program, ValueSpec
 from whale.engine.random import Surroundings, install_randomness, with_heads
 from whale.engine.rules import install
-from whale.engine.stages import CutStage, WholeStage, cut
+from whale.engine.stages import CutStage, WholeStage, check_outputs, cut
 from whale.engine.weights import local_copy
 from whale.errors import PlanError
 from whale.ir.check import check_offers, check_order
@@ -200,6 +200,7 @@ def make_stages(
             hint="make the plan again for this model and batch",
         )
     parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
+    check_outputs(parts, captured.result, outputs)
     return {
         s: CutStage(parts[s], local, outputs, surroundings, device, own)
         for s, own in loss_parts.items()

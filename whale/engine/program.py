@@ -8,6 +8,7 @@ Layers, which fx cannot print as code, and because shape constants that grow wit
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,29 @@ class State:
     """A parameter or buffer by name, read from this rank's copy of the model."""
 
     name: str
+
+
+class Constant:
+    """A tensor from outside of the model that glue reads, such as the class weights of a loss."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._moved: tuple[torch.device, int, torch.Tensor] | None = None
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """As it is now, on that device."""
+        if self.tensor.device == device:
+            return self.tensor
+        version = self.tensor._version
+        if self._moved is None or self._moved[:2] != (device, version):
+            self._moved = device, version, self.tensor.to(device)
+        return self._moved[2]
+
+    def __repr__(self) -> str:
+        """The same for the same values: a trace is compared with a later one by it."""
+        data = self.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
+        return f"a constant of {self.tensor.dtype} {tuple(self.tensor.shape)} ({digest})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +147,9 @@ class Program:
     specs: list[ValueSpec] = field(default_factory=list)
     result: Any = None
     asked: list[Asked] = field(default_factory=list)
+    loss_from: int = 0
+    """The first operation of the code that is watched for means: all, if the model makes its loss.
+    """
 
     def origins(self) -> dict[int, str]:
         """Where in the user's code each value is made."""
@@ -190,6 +217,8 @@ def run_ops(
             return leaf.slope * rows + leaf.offset
         if isinstance(leaf, State):
             return state(leaf.name)
+        if isinstance(leaf, Constant):
+            return leaf.on(device)
         if isinstance(leaf, torch.device):
             # The trace ran on fake CPU tensors: a device in glue (`device=x.device`) is this rank's
             # own.
@@ -262,6 +291,7 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
         specs=specs,
         result=first.result,
         asked=first.asked,
+        loss_from=first.loss_from,
     )
 
 
@@ -300,7 +330,8 @@ def check_rows(program: Program, traced: Program, rows: int) -> None:
             )
 
 
-_COMPARED = (Ref, State, Rows, bool, int, float, str, torch.dtype)
+_PLAIN = (Ref, State, bool, int, float, str, type(None), torch.dtype)
+_COMPARED = (Ref, State, Constant, Rows, bool, int, float, str, torch.dtype)
 
 
 def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
@@ -315,17 +346,24 @@ def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
             _merge_tree(a.stop, b.stop, rows, where),
             _merge_tree(a.step, b.step, rows, where),
         )
+    hint = "put arithmetic on the batch size inside one annotated module"
+    if isinstance(a, tuple | list | dict) and isinstance(b, tuple | list | dict):
+        raise CaptureError(
+            f"{where}: a list, tuple or dict in the glue has {len(a)} items for {rows[0]} rows and "
+            f"{len(b)} for {rows[1]}",
+            hint=hint + "; or make a tensor of the batch's size with torch.full or torch.arange",
+        )
     if type(a) is int and type(b) is int and a != b:
         slope, rest = divmod(b - a, rows[1] - rows[0])
         if rest == 0:
             return Rows(slope, a - slope * rows[0])
-    elif isinstance(a, float) and isinstance(b, float) and repr(a) != repr(b):
+    elif isinstance(a, _PLAIN) and isinstance(b, _PLAIN) and repr(a) != repr(b):
         pass
     else:
         return a
     raise CaptureError(
         f"{where}: a constant of the glue is {a!r} for {rows[0]} rows and {b!r} for {rows[1]}",
-        hint="put arithmetic on the batch size inside one annotated module",
+        hint=hint,
     )
 
 

@@ -70,13 +70,18 @@ class Surroundings:
 
     def before(self, op: Op) -> None:
         """Before an operation of a cut model: where in the whole forward it is."""
-        if op.layer is not None:
-            self.names.stack.clear()
-            self.names.counts.update(op.drawn)
-        elif op.random is not None:
-            path, number = op.random
-            self.names.stack[:] = [path]
-            self.names.counts[path] = number
+        place_draws(self.names, op)
+
+
+def place_draws(names: CallNames, op: Op) -> None:
+    """Draws of an operation of a cut model are named as in the whole forward."""
+    if op.layer is not None:
+        names.stack.clear()
+        names.counts.update(op.drawn)
+    elif op.random is not None:
+        path, number = op.random
+        names.stack[:] = [path]
+        names.counts[path] = number
 
 
 def install_randomness(

@@ -1,59 +1,151 @@
-"""Replay: does a recorded Program compute what the model's own code computes on some rows?
+"""Replay: a recorded Program on real rows, beside the model's own code.
 
 Place in the flow: asked by `engine.variants` where code runs other operations for another number of
-rows. Libraries do that without meaning anything by it (no `expand` for a single row); code that
-means something by it gives another loss.
+rows, and by `engine.borders`. Libraries do that without meaning anything by it (no `expand` for a
+single row); code that means something by it gives another loss, another gradient or another buffer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from whale.engine.held import Quiet, held, undisturbed
-from whale.engine.program import Program, Ref, run_ops
+from whale.engine.held import MOST_COPIED, undisturbed
+from whale.engine.program import Op, Program, Ref, run_ops
+from whale.engine.random import place_draws
+from whale.engine.stages import called
+from whale.nn.randomness import BatchDims, PlainDraws
 from whale.runtime import batch as batches
 from whale.runtime import generators
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 2e-2
+_GRADIENT = 20.0
+"""Times as far may gradients be apart."""
+_MOST = 10 * MOST_COPIED
+"""Parameters of the largest model whose gradients are compared."""
+
+
+class Replay:
+    """A model's Program, to be run on its own tensors; its draws are the same for the same rows."""
+
+    def __init__(self, model: nn.Module, program: Program, dims: BatchDims) -> None:
+        self.model, self.program, self.dims = model, program, dims
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        paths = {op.layer for op in program.ops if op.layer is not None}
+        self.layers = {path: called(model.get_submodule(path)) for path in paths}
+
+    def _state(self, name: str) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        found: Tensor = getattr(self.model.get_submodule(owner), leaf)
+        return found
+
+    @contextmanager
+    def drawing(self, first: int, rows: int, total: int) -> Iterator[PlainDraws]:
+        """Around one forward on `rows` of `total` rows; afterwards the model is as before."""
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(self.model, torch.get_default_dtype()))
+            stack.enter_context(generators.seeded(0))
+            draws = PlainDraws(self.model, self.dims, 0)
+            draws.draws.lenient = True
+            stack.callback(draws.close)
+            stack.enter_context(draws.at(step=0, first_row=first, rows=rows, micro_rows=total))
+            yield draws
+
+    def values(self, draws: PlainDraws, batch: Any) -> dict[int, Tensor]:
+        """Every value of the Program on a batch."""
+
+        def before(op: Op) -> None:
+            place_draws(draws.names, op)
+
+        found = dict(enumerate(batches.leaves(batch)))
+        rows = batches.num_rows(batch)
+        return run_ops(self.program.ops, found, rows, self.layers, self._state, self.device, before)
 
 
 def gives_the_same(
-    model: nn.Module, loss: batches.Loss | None, program: Program, result: Any, batch: Any
+    model: nn.Module,
+    loss: batches.Loss | None,
+    program: Program,
+    result: Any,
+    batch: Any,
+    dims: BatchDims,
+    *,
+    grad: bool,
 ) -> bool:
-    """Whether the program's loss of these rows is the model's; False where it cannot be tried."""
+    """Whether the Program does with these rows what the model's code does.
+
+    Compared are the loss, with `grad` the gradients, and what is in buffers afterwards. False where
+    it cannot be tried.
+    """
     tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
     ref = result.get("loss")
     if any(t.is_meta for t in tensors) or not isinstance(ref, Ref):
         return False
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    rows = batches.take_rows(batch, 0, batches.num_rows(batch), device)
-    layers = {op.layer: model.get_submodule(op.layer) for op in program.ops if op.layer is not None}
-
-    def state(name: str) -> torch.Tensor:
-        owner, _, leaf = name.rpartition(".")
-        found: torch.Tensor = getattr(model.get_submodule(owner), leaf)
-        return found
-
+    if grad and sum(p.numel() for p in model.parameters()) > _MOST:
+        return False
+    replay = Replay(model, program, dims)
+    rows = batches.num_rows(batch)
+    batch = batches.take_rows(batch, 0, rows, replay.device)
     found = []
     for replayed in (False, True):
-        with (
-            held(model, training=model.training),
-            undisturbed(model, next((p.dtype for p in model.parameters()), torch.float32)),
-            generators.seeded(0),
-            torch.no_grad(),
-            Quiet(draws=True),
-        ):
+        with torch.set_grad_enabled(grad), replay.drawing(0, rows, rows) as draws:
             if replayed:
-                values = dict(enumerate(batches.leaves(batches.own(rows))))
-                count = batches.num_rows(rows)
-                run_ops(program.ops, values, count, layers, state, device, lambda op: None)
-                found.append(values[ref.index])
+                value = replay.values(draws, batches.own(batch))[ref.index]
             else:
-                found.append(batches.call_model(model, loss, batches.own(rows))["loss"])
-    want, got = (value.double() for value in found)
-    allowed = _TOLERANCE.get(found[0].dtype, _COARSE)
-    return bool((want - got).abs() <= allowed * want.abs().clamp(min=1e-12))
+                value = batches.call_model(model, loss, batches.own(batch))["loss"]
+            gradients = _gradients(model, value) if grad else []
+            found.append((value.detach(), gradients, [b.clone() for b in model.buffers()]))
+    (want, want_grads, want_buffers), (got, got_grads, got_buffers) = found
+    allowed = _TOLERANCE.get(want.dtype, _COARSE)
+    same = close(want, got, allowed)
+    pairs = zip(want_grads, got_grads, strict=True)
+    same = same and all(_same_gradient(a, b, _GRADIENT * allowed) for a, b in pairs)
+    buffers = zip(want_buffers, got_buffers, strict=True)
+    return same and all(close(a, b, allowed) for a, b in buffers)
+
+
+def close(want: Tensor, got: Tensor, allowed: float) -> bool:
+    """Whether two tensors are the same, but for `allowed` of their size."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return False
+    if not (want.is_floating_point() or want.is_complex()):
+        return torch.equal(want, got)
+    if want.is_complex():
+        want, got = torch.view_as_real(want), torch.view_as_real(got)
+    want, got = want.detach().double(), got.detach().double()
+    finite = want.isfinite()
+    if not torch.equal(finite, got.isfinite()):
+        return False
+    want, got = want[finite], got[finite]
+    if not want.numel():
+        return True
+    size = want.abs().max().clamp(min=1e-12)
+    return bool((want - got).abs().max() <= allowed * size)
+
+
+def _gradients(model: nn.Module, value: Tensor) -> list[Tensor | None]:
+    # Not `autograd.grad`, which a reentrant checkpoint does not take part in.
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    before = [p.grad for p in wanted]
+    for parameter in wanted:
+        parameter.grad = None
+    try:
+        if value.requires_grad:
+            torch.autograd.backward(value)
+        return [p.grad for p in wanted]
+    finally:
+        for parameter, old in zip(wanted, before, strict=True):
+            parameter.grad = old
+
+
+def _same_gradient(a: Tensor | None, b: Tensor | None, allowed: float) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    return close(a, b, allowed)

@@ -34,6 +34,8 @@ class StageProgram:
     incoming: dict[int, list[int]]
     outgoing: dict[int, list[int]]
     result: dict[str, Any] | None
+    watched: int
+    """The first of its operations that is watched for means: see `Program.loss_from`."""
     dtypes: list[torch.dtype]
     """Of every value of the program, when it was traced."""
 
@@ -88,6 +90,7 @@ def cut(
                 result=_local_result(result, stage_of_op, producer, stage)
                 if stage == loss_stage
                 else None,
+                watched=sum(i < program.loss_from for i in own),
                 dtypes=[spec.dtype for spec in program.specs],
             )
         )
@@ -97,6 +100,23 @@ def cut(
             for value in values:
                 _check_border(program, program.specs[value], producer[value])
     return stages
+
+
+def check_outputs(
+    parts: list[StageProgram], result: Mapping[str, Any], outputs: frozenset[str]
+) -> None:
+    """Outputs are merged where the loss is: one of an earlier stage is not at hand there."""
+    for part in parts:
+        if part.result is None:
+            continue
+        for name in sorted(outputs & result.keys()):
+            if name not in part.result:
+                raise CaptureError(
+                    f"the output {name!r} is made in another stage than the loss (stage "
+                    f"{part.index}), which alone returns outputs",
+                    hint="make it of something that the last stage computes, leave it out of "
+                    "`outputs`, or use one stage",
+                )
 
 
 def _check_border(program: Program, spec: ValueSpec, maker: int) -> None:
@@ -172,7 +192,7 @@ class WholeStage:
         )
 
 
-def _called(layer: nn.Module) -> Callable[..., Any]:
+def called(layer: nn.Module) -> Callable[..., Any]:
     """What calls a Layer: a `__call__` of its own is in the glue that was traced around it."""
     own = type(layer).__call__ is not nn.Module.__call__
     return partial(nn.Module.__call__, layer) if own else layer
@@ -197,11 +217,11 @@ class CutStage:
         self.has_loss = part.result is not None
         modules = dict(model.named_modules(remove_duplicate=False))
         self.layers = {
-            op.layer: _called(modules[op.layer]) for op in part.ops if op.layer is not None
+            op.layer: called(modules[op.layer]) for op in part.ops if op.layer is not None
         }
         self.model = model
-        last_layer = max((i for i, op in enumerate(part.ops) if op.layer is not None), default=0)
-        tail = last_layer if self.has_loss else len(part.ops)
+        # What the trial of `engine.parts` watched: its weights are for those sums and means.
+        tail = part.watched if self.has_loss else len(part.ops)
         sent = {v for group in part.outgoing.values() for v in group} | set(_refs(part.result))
         self.head = segments(part.ops[:tail], sent | {v for o in part.ops[tail:] for v in o.inputs})
         self.tail = segments(part.ops[tail:], sent)

@@ -93,7 +93,8 @@ class Step:
         self._actions, self._forward_actions = actions, forward_actions
         self._outputs = dict(outputs)
         self._intake = Intake(batch, plan, lowered.device)
-        self._variants = Variants(model, plan, lowered, loss, frozenset(outputs), rank, batch)
+        names, checks = frozenset(outputs), config.check_parts
+        self._variants = Variants(model, plan, lowered, loss, names, rank, batch, checks=checks)
         self._variants.built(self._intake.signature(batch))
         self._kinds = Kinds(
             model,

@@ -15,15 +15,28 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from whale.engine.chance import Chances
+from whale.engine.closures import held_tensors
 from whale.engine.draw_recorder import DrawRecorder, is_random
 from whale.engine.modes import Modes
-from whale.engine.program import Asked, Op, Program, Ref, State, ValueSpec, tensors_in, tree_map
+from whale.engine.program import (
+    Asked,
+    Constant,
+    Op,
+    Program,
+    Ref,
+    State,
+    ValueSpec,
+    tensors_in,
+    tree_map,
+)
 from whale.engine.regions import Regions
 from whale.errors import CaptureError
+from whale.ir.model_graph import IN_PLACE
 from whale.runtime.compat import real_tensors, watch_functions
 
 READS = {
@@ -36,8 +49,10 @@ _CONSTANT_ELEMENTS = 1 << 26
 
 
 _ENGINE = os.path.dirname(os.path.abspath(__file__))
-_MACHINERY = tuple(
-    os.path.join(os.path.dirname(_ENGINE), part, "") for part in ("engine", "runtime", "nn")
+_WHALE = os.path.dirname(_ENGINE)
+_MACHINERY = (
+    *(os.path.join(_WHALE, part, "") for part in ("engine", "runtime", "nn")),
+    os.path.join(_WHALE, "parallel.py"),
 )
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
@@ -79,6 +94,17 @@ def _asks_gradient(func: Any, args: tuple[Any, ...]) -> bool:
     return attribute == "requires_grad" and args[1] is True and not args[0].requires_grad
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+
+
+def _in_place(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    if name in IN_PLACE:
+        return True
+    return name.endswith("_") and not name.endswith("__")
+
+
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     """`tensor[index] = value` as an operation that gives the changed tensor."""
     tensor[index] = value
@@ -97,9 +123,17 @@ HARMLESS = frozenset(
 class GlueTracer(TorchFunctionMode):
     """Records torch functions called in glue; `layer_call` records Layers."""
 
-    def __init__(self, inputs: list[torch.Tensor], state: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        inputs: list[torch.Tensor],
+        state: Mapping[int, str],
+        model: torch.nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.state = state
+        # The user's own: what trains is a copy, so they are no constants.
+        held = (*model.parameters(), *model.buffers()) if model is not None else ()
+        self.stale = {storage for tensor in held if (storage := _storage(tensor))}
         self.program = Program(num_inputs=len(inputs), ops=[])
         self.keep: list[torch.Tensor] = []
         self.refs: dict[int, int] = {}
@@ -107,6 +141,8 @@ class GlueTracer(TorchFunctionMode):
         self.from_layers: set[int] = set()
         self.from_functions: set[int] = set()
         self.constants: dict[int, torch.Tensor] = {}
+        self.outside: dict[int, torch.Tensor] = {}
+        self.uses_outside = False
         self.paused = 0
         self.modes = Modes()
         self.recorder = DrawRecorder()
@@ -157,6 +193,9 @@ class GlueTracer(TorchFunctionMode):
                 pure = False
                 names.append(self.state[id(item)])
                 return State(self.state[id(item)])
+            if self.from_outside(item):
+                self.uses_outside = True
+                return Constant(item)
             raise CaptureError(
                 f"{where}: glue uses a tensor of shape {tuple(item.shape)} that is neither in the "
                 "batch, "
@@ -166,6 +205,12 @@ class GlueTracer(TorchFunctionMode):
             )
 
         return tree_map(value, leaf), pure, tuple(names)
+
+    def from_outside(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a constant that the loss closes over, such as class weights."""
+        if id(tensor) not in self.outside or tensor.is_meta or tensor.requires_grad:
+            return False
+        return _storage(tensor) not in self.stale
 
     def record(
         self,
@@ -181,6 +226,13 @@ class GlueTracer(TorchFunctionMode):
         """Appends an operation whose result was `out`."""
         where = user_line()
         (ref_args, ref_kwargs), pure, names = self.reference((args, kwargs), where)
+        if ref_args and isinstance(ref_args[0], Constant) and _in_place(target):
+            raise CaptureError(
+                "the glue between stages changes a tensor from outside of the model in place "
+                f"(`{getattr(target, '__name__', target)}`): other stages would not see it",
+                hint="keep it in a buffer of an annotated module that changes it, or use one stage",
+                where=where,
+            )
         pure = pure and layer is None and random is None
         outputs = tuple(self._value(tensor, pure=pure) for tensor in tensors_in(out))
         if layer is not None:
@@ -279,6 +331,26 @@ class GlueTracer(TorchFunctionMode):
                 value = self.refs[id(tensor)]
                 self.program.asked.append(Asked(value=value, name=name, where=where))
 
+    def noting(self, loss: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any] | None:
+        """The same loss, which notes where its operations begin."""
+        if loss is None:
+            return None
+
+        def noted(output: Any, target: Any) -> Any:
+            self.program.loss_from = len(self.program.ops)
+            before = list(held_tensors(loss))
+            self.outside = {id(t): t for t in before if not isinstance(t, FakeTensor)}
+            value = loss(output, target)
+            if self.uses_outside and [*map(id, held_tensors(loss))] != [*map(id, before)]:
+                raise CaptureError(
+                    "the loss keeps tensors of its own from one call to the next: in the stages of "
+                    "a pipeline they would stay what they are now",
+                    hint="keep them in buffers of an annotated module, or use one stage",
+                )
+            return value
+
+        return noted
+
     @contextmanager
     def functions(self) -> Iterator[None]:
         """Inside, a user's autograd.Functions are seen: one operation each, whatever is in it."""
@@ -325,6 +397,8 @@ class GlueTracer(TorchFunctionMode):
             nonlocal known
             if isinstance(item, torch.Tensor):
                 if id(item) not in self.constants:
+                    if self.from_outside(item):
+                        return item
                     known = False
                     return item
                 return self.constants[id(item)]
@@ -379,3 +453,18 @@ def is_cache(value: Any) -> bool:
 def add_constants(tracer: GlueTracer, tensors: Mapping[int, torch.Tensor]) -> None:
     """Makes buffers whose real values are known usable in branches."""
     tracer.constants.update(tensors)
+
+
+def refuse_exchanged(
+    path: str, before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]
+) -> None:
+    """A Layer that glue calls with other tensors than its own: stages run it with its own."""
+    for name in sorted({*before, *now}):
+        if before.get(name) is not now.get(name):
+            raise CaptureError(
+                f"{path} is called with another {name} than its own (functional_call, or code that "
+                "exchanges it around the call): stages and splits run it with its own",
+                hint="make the change inside one annotated module around both, compute with "
+                "torch.nn.functional on the tensor itself, or use data parallelism alone",
+                where=user_line(),
+            )

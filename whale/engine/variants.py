@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.borders import check_borders
 from whale.engine.capture import ROWS, Captured, capture, trace
+from whale.engine.changes import refuse_across_stages
 from whale.engine.face import bare
 from whale.engine.lower import Lowered, make_stages
 from whale.engine.program import Program, check_rows
@@ -70,7 +72,10 @@ class Variants:
         outputs: frozenset[str],
         rank: int,
         batch: Any,
+        *,
+        checks: bool = True,
     ) -> None:
+        self.checks = checks
         self.model, self.plan, self.lowered = model, plan, lowered
         self.loss, self.outputs, self.rank = loss, outputs, rank
         self.few = batches.take_rows(batch, 0, min(_FEW, batches.num_rows(batch)))
@@ -144,8 +149,14 @@ class Variants:
         if signature != self._first or rows > batches.num_rows(self.few):
             return False
         few = batches.take_rows(self.few, 0, rows)
+        grad = torch.is_grad_enabled()
+        dims = self.lowered.surroundings.draws.dims
+        program, result = variant.program, variant.result
         with self._as_run(signature):
-            return gives_the_same(self.model, self.loss, variant.program, variant.result, few)
+            try:
+                return gives_the_same(self.model, self.loss, program, result, few, dims, grad=grad)
+            except Exception:  # noqa: BLE001 - the trace's own refusal says what is wrong
+                return False
 
     @contextmanager
     def _as_run(self, signature: Signature) -> Iterator[None]:
@@ -172,6 +183,11 @@ class Variants:
             assert captured.refusal is not None
             raise captured.refusal
         _check_same_model(captured, self.plan, signature)
+        # Code of this kind of batch may change what that of the first left alone.
+        refuse_across_stages(self.plan, self.model, captured)
+        with self._as_run(signature):
+            if self.checks:
+                check_borders(self.model, batch, self.plan, captured)
         stages = make_stages(
             self.plan,
             self.rank,

@@ -40,6 +40,17 @@ def plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
                 yield from reachable(value)
 
 
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights, buffers and tensors in attributes of a module and those in it, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for path, each in module.named_modules():
+        held = {**each._parameters, **each._buffers, **each.__dict__}
+        for name, value in held.items():
+            if isinstance(value, torch.Tensor):
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
 def reachable(value: Any, depth: int = 5) -> Iterator[torch.Tensor]:
     """Tensors in nested containers and in attributes of objects other than modules."""
     if isinstance(value, torch.Tensor):

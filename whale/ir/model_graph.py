@@ -438,11 +438,14 @@ def assign_stages(
 
     A Layer runs in its own stage, or in a later one when it is called again after it (its weights
     are then tied across both); glue runs where its latest input is, and glue that reads only
-    parameters where it is first used; a pure node has no stage (None): each stage that reads it
-    computes it.
+    parameters, or makes something without rows of rows (a mean), where it is first used; a pure
+    node has no stage (None): each stage that reads it computes it.
     """
     stages: list[int | None] = []
     floating: list[int] = []
+    # What is made of rows and has none: a stage whose rows are cut otherwise could not take it, and
+    # a mean is weighed in the stage of the loss.
+    reduced: set[int] = set()
     readers: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes):
         for source in node.inputs:
@@ -456,9 +459,11 @@ def assign_stages(
                 floating.append(index)
         else:
             stages.append(max(read))
-    for index in reversed(floating):
+            if _reduces(nodes, node, reduced):
+                reduced.add(index)
+    for index in sorted({*floating, *reduced}, reverse=True):
         used = [stage for reader in readers[index] if (stage := stages[reader]) is not None]
-        stages[index] = min(used, default=0)
+        stages[index] = min(used, default=stages[index] or 0)
     edges: set[tuple[int, int]] = set()
     for index, node in enumerate(nodes):
         target = stages[index]
@@ -466,3 +471,19 @@ def assign_stages(
             if origin is not None and target is not None and origin != target:
                 edges.add((origin, target))
     return tuple(stages), tuple(sorted(edges))
+
+
+def _reduces(nodes: Sequence[Node], node: Node, reduced: set[int]) -> bool:
+    """Whether glue makes values without rows of values with rows, and changes none in place."""
+    if any(value.nbytes.per_row for value in node.made) or node.name in IN_PLACE:
+        return False
+    if node.name.endswith("_") and not node.name.endswith("__"):
+        return False
+    return any(n in reduced or nodes[n].made[v].nbytes.per_row for n, v in node.reads)
+
+
+IN_PLACE = frozenset(
+    "set_item __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ "
+    "__ior__ __ixor__".split()
+)
+"""Functions that change their first argument, beside those whose names end in `_`."""

@@ -155,6 +155,8 @@ class MeanTracker(RerunMode):
         if form is None or not form.summed or form.inverse or form.floor:
             if not self.rows:  # nothing to add, but others may wait for its backward
                 return Weighed(total=loss.nan_to_num(0.0, 0.0, 0.0) * 0.0, count=none, floor=none)
+            if weighing is not None and weighing.divisors and torch.is_grad_enabled():
+                raise _otherwise(0, weighing)
             return Weighed(total=_wide(loss) * self.rows, count=rows, floor=none)
         terms = self._resolved(form, weighing)
         counts = [t.count for t in terms if t.count is not None]
@@ -227,12 +229,7 @@ class MeanTracker(RerunMode):
         if weighing is not None and len(weighing.divisors) == len(kinds):
             kinds = weighing.divisors
         elif weighing is not None and torch.is_grad_enabled():
-            raise WhaleError(
-                f"the loss is made of {len(kinds)} sums or means, on the example it was made of "
-                f"{len(weighing.divisors)}",
-                hint="compute it the same way for every batch (n.clamp(min=1) instead of "
-                "`max(n, 1)`, no branches on values), or use wh.weighted_mean(total, count)",
-            )
+            raise _otherwise(len(kinds), weighing)
         found = []
         means = weighing.means if weighing is not None and kinds is weighing.divisors else ()
         for number, (term, kind) in enumerate(zip(form.terms, kinds, strict=True)):
@@ -280,6 +277,16 @@ _WAY_OUT = (
     "say what is averaged with wh.weighted_mean(total, count), where both are sums over rows and "
     "the count has no gradient"
 )
+
+
+def _otherwise(number: int, weighing: Weighing) -> WhaleError:
+    return WhaleError(
+        f"the loss is made of {number} sums or means, on the example it was made of "
+        f"{len(weighing.divisors)}",
+        hint="compute it the same way for every batch (n.clamp(min=1) instead of `max(n, 1)`, no "
+        "branches on values), or use wh.weighted_mean(total, count); in a pipeline, let a Layer of "
+        "an earlier stage return what is averaged, and average it outside",
+    )
 
 
 def _met(counts: list[Count], meet: Meet, device: torch.device) -> list[Tensor]:
