@@ -8,4 +8,5 @@ from tests.odd import (  # noqa: F401
     blocks_members,
     blocks_plain,
     blocks_state,
+    blocks_turns,
 )

@@ -8,8 +8,9 @@ inside a split. So the first batch of every kind is captured and tried too, on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,9 @@ Judge = Callable[[ModelGraph, frozenset[str]], None]
 """Raises where the modules that were called no longer offer what the plan splits."""
 
 _FIRST = 4
-"""Kinds that differ in sizes alone, of which each is looked at; then the 8th, 16th, ..."""
+"""Kinds that differ in sizes alone, of which each is looked at; then the 8th, 16th, ...; the same
+of batches, where the model counts them.
+"""
 
 
 class Kinds:
@@ -68,7 +71,7 @@ class Kinds:
         self.parts = replicas > 1 or plan.num_micro_batch > 1
         self._seen: set[Hashable] = set()
         self._values: set[Hashable] = set()
-        self._sizes = 0
+        self._sizes = self._uses = 0
 
     def built(self, signature: Signature, settings: Hashable) -> None:
         """The kind that the Step was built with, to train on and to evaluate."""
@@ -81,23 +84,71 @@ class Kinds:
 
         `settings`: attributes of the model that the script has set since.
         """
-        key = _key(signature, signature.training, settings)
-        if key in self._seen or not (self.splits or self.parts):
+        if not (self.splits or self.parts):
             return
-        self._seen.add(key)
-        values = _values(signature, signature.training, settings)
-        if values in self._values:
-            self._sizes += 1
-            if self._sizes > _FIRST and self._sizes & (self._sizes - 1):
-                return
-        self._values.add(values)
+        self._uses += 1
+        late = _rarely(self._uses) and self._moved()
+        new = self._is_new(signature, settings)
+        if not new and not late:
+            return
         try:
             self._look(batch, signature)
         except WhaleError as error:
             raise WhaleError(
-                f"on a batch of another kind than the first ({_said(signature)}), {error.message}",
-                hint="give wh.parallelize such a batch, to see it at build; " + (error.hint or ""),
+                f"{self._about(signature, new)}, {error.message}",
+                hint="give wh.parallelize such a batch, to see it at build; " + (error.hint or "")
+                if new
+                else error.hint,
             ) from error
+
+    def _about(self, signature: Signature, new: bool) -> str:
+        if new:
+            lines = signature.lines()
+            said = "; ".join(text for text in (lines["tensors"], lines["values"]) if text)[:300]
+            return f"on a batch of another kind than the first ({said})"
+        moved = ", ".join(f"{name} = {value!r}" for _, name, value in self._moved()[:3])
+        return f"as the model's code runs after {self._uses - 1} batches ({moved})"
+
+    def _is_new(self, signature: Signature, settings: Hashable) -> bool:
+        key = _key(signature, signature.training, settings)
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        values = _values(signature, signature.training, settings)
+        if values in self._values:
+            self._sizes += 1
+            return _rarely(self._sizes)
+        self._values.add(values)
+        return True
+
+    def _moved(self) -> list[tuple[nn.Module, str, Any]]:
+        """Numbers and words that forwards have changed in the running copy: code may look at them.
+
+        As (the user's module, attribute, value in the copy).
+        """
+        running = dict(self.running.named_modules(remove_duplicate=False))
+        return [
+            (module, name, value)
+            for path, module in self.model.named_modules()
+            for name, value in vars(running[path]).items()
+            if isinstance(value, bool | int | float | str)
+            and name != "training"
+            and name in vars(module)
+            and type(own := vars(module)[name]) is type(value)
+            and own != value
+        ]
+
+    @contextmanager
+    def _as_running(self) -> Iterator[None]:
+        """The user's model with these numbers and words."""
+        before = [(module, name, vars(module)[name]) for module, name, _ in self._moved()]
+        for module, name, value in self._moved():
+            vars(module)[name] = value
+        try:
+            yield
+        finally:
+            for module, name, value in before:
+                vars(module)[name] = value
 
     def _look(self, batch: LocalBatch, signature: Signature) -> None:
         grad = torch.is_grad_enabled()
@@ -106,6 +157,7 @@ class Kinds:
                 bare(self.model),
                 function_as_before(self.loss),
                 modes_of(self.model, self.running),
+                self._as_running(),
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):
@@ -139,6 +191,10 @@ class Kinds:
                 )
 
 
+def _rarely(number: int) -> bool:
+    return number <= _FIRST or number & (number - 1) == 0
+
+
 def _key(signature: Signature, training: bool, settings: Hashable) -> Hashable:
     return signature.leaves, signature.constants, training, settings
 
@@ -147,9 +203,3 @@ def _values(signature: Signature, training: bool, settings: Hashable) -> Hashabl
     """All of a kind but sizes."""
     leaves = tuple((x.name, x.dtype, x.batched, len(x.shape)) for x in signature.leaves)
     return leaves, signature.constants, training, settings
-
-
-def _said(signature: Signature) -> str:
-    lines = signature.lines()
-    found: Iterable[str] = (lines["tensors"], lines["values"])
-    return "; ".join(text for text in found if text)[:300]

@@ -126,7 +126,8 @@ def local_copy(
         memo[id(buffer)] = source.to(device, copy=True) if not source.is_meta else source
     local = copied(model, memo)
     run_eagerly(local)
-    install_padding(local)
+    several = any(len(stage.virtual_device.replicas) > 1 for stage in plan.stages)
+    install_padding(local, in_parts=several)
     for module in local.modules():
         if isinstance(module, nn.RNNBase) and not any(p.is_meta for p in module.parameters()):
             module.flatten_parameters()

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
+from whale.errors import WhaleError
 from whale.nn.forwards import replace_forward, runs
 from whale.runtime.compat import without_functions
 
@@ -22,8 +24,8 @@ from whale.runtime.compat import without_functions
 class PaddedEncoder:
     """The forward of an nn.TransformerEncoder, by its ordinary path."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, in_parts: bool) -> None:
+        self.module, self.in_parts = module, in_parts
 
     def __call__(
         self,
@@ -46,7 +48,15 @@ class PaddedEncoder:
                 module._modules["norm"] = norm
         hidden = padded if padded.dtype == torch.bool else padded != 0
         if getattr(module, "mask_check", True):  # only where all padding is at the end
-            hidden = hidden & (hidden[:, :-1] <= hidden[:, 1:]).all()
+            last = (hidden[:, :-1] <= hidden[:, 1:]).all()
+            if self.in_parts and not isinstance(last, FakeTensor) and not bool(last):
+                raise WhaleError(
+                    "rows with padding that is not at their end are evaluated by an "
+                    "nn.TransformerEncoder of several replicas: torch leaves zeros in padding only "
+                    "where all rows of a batch have it at their end, and a replica sees its own",
+                    hint="make the encoder with enable_nested_tensor=False, or pad at the end",
+                )
+            hidden = hidden & last
         out = out.masked_fill(hidden.unsqueeze(-1), 0.0)
         return out if norm is None else norm(out)  # type: ignore[no-any-return]
 
@@ -106,8 +116,11 @@ class _Layers:
         raise _CalledError
 
 
-def install_padding(model: nn.Module) -> None:
-    """Encoders of a copy compute by their ordinary path; a forward of the user's own stays."""
+def install_padding(model: nn.Module, *, in_parts: bool = False) -> None:
+    """Encoders of a copy compute by their ordinary path; a forward of the user's own stays.
+
+    `in_parts`: several replicas each have some of the rows.
+    """
     for module in model.modules():
         if runs(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
-            replace_forward(module, PaddedEncoder(module))
+            replace_forward(module, PaddedEncoder(module, in_parts))

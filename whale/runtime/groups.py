@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from whale.ir.plan import Plan
-from whale.runtime.compat import set_world_timeout
 from whale.runtime.symmetric import MOST_MEMBERS, StreamWork, SymmetricMemory, within_node
 
 _open: dict[str, Communicator] = {}
@@ -184,8 +183,6 @@ class Groups:
         self._created: list[dist.ProcessGroup] = []
         distributed = dist.is_initialized() and plan.num_ranks > 1
         native = distributed and dist.get_backend() == "nccl"
-        if distributed:
-            set_world_timeout(timeout)  # it carries sums, and messages where they have no own group
         for group in plan.groups:
             channel = group.name.startswith("p2p:")
             made = None

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from whale.errors import RankError
+from whale.runtime.compat import set_world_timeout
 
 _PERIOD = 1.0
 # A process that has not written for this long is taken for dead: many periods, since a loaded
@@ -259,6 +260,9 @@ def start(rank: int, num_ranks: int, timeout: timedelta) -> Heartbeat | None:
     """The heartbeat of this job, or None for a single process."""
     if num_ranks == 1 or not dist.is_initialized():
         return None
+    # The default group carries sums, and messages where they have no group of their own. Only now:
+    # ranks that build wait for each other as long as `wh.init` said.
+    set_world_timeout(timeout)
     beat = Heartbeat(own_store(), rank, num_ranks, timeout.total_seconds(), serial=next(_serial))
     beat.fatal = dist.get_backend() == "nccl"
     # Where a rank hosts the store, it must outlive the process group that it came with.
