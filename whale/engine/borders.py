@@ -45,8 +45,13 @@ class _Crossing:
     """Whether its shape alone does not say where its rows are."""
 
 
-def check_borders(model: nn.Module, batch: Any, plan: Plan, captured: Captured) -> None:
-    """Raises CaptureError where a part of a value is not what those rows make."""
+def check_borders(
+    model: nn.Module, batch: Any, plan: Plan, captured: Captured, *, training: bool = True
+) -> None:
+    """Raises CaptureError where a part of a value is not what those rows make.
+
+    `training`: whether the program is one of training.
+    """
     found = list(_crossings(plan, captured))
     program = captured.program
     if has_router_losses(model):  # numbers that replicas make together
@@ -54,7 +59,7 @@ def check_borders(model: nn.Module, batch: Any, plan: Plan, captured: Captured) 
     if not found or program is None:
         return
     proven: set[int] = set()
-    for trial in _trials(model, program, batch, captured):
+    for trial in _trials(model, program, batch, captured, training):
         for crossing in found:
             if _agrees(crossing, trial, plan):
                 proven.add(crossing.value)
@@ -119,7 +124,9 @@ class _Trial:
     """Whether the rows of the batch differ."""
 
 
-def _trials(model: nn.Module, program: Program, batch: Any, captured: Captured) -> Iterator[_Trial]:
+def _trials(
+    model: nn.Module, program: Program, batch: Any, captured: Captured, training: bool
+) -> Iterator[_Trial]:
     """The rows as they are, and with noise: rows of an example may be alike."""
     total = batches.num_rows(batch)
     tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
@@ -132,9 +139,9 @@ def _trials(model: nn.Module, program: Program, batch: Any, captured: Captured) 
     few = batches.spread_rows(batch, rows, replay.device)
     for tried in (few, _noisy(few, rows)):
         try:
-            whole = _values(replay, tried, 0, rows)
+            whole = _values(replay, tried, 0, rows, training)
             parts = {
-                span: _values(replay, batches.take_rows(tried, *span), span[0], rows)
+                span: _values(replay, batches.take_rows(tried, *span), span[0], rows, training)
                 for middle in dict.fromkeys((1, rows // 2))
                 for span in ((0, middle), (middle, rows))
             }
@@ -148,9 +155,12 @@ def _varied(batch: Any, rows: int) -> bool:
     return any(not torch.equal(t[0], t[row]) for t in with_rows for row in range(1, rows))
 
 
-def _values(replay: Replay, batch: Any, first: int, total: int) -> dict[int, Tensor]:
+def _values(
+    replay: Replay, batch: Any, first: int, total: int, training: bool
+) -> dict[int, Tensor]:
     rows = batches.num_rows(batch)
-    with torch.no_grad(), held(replay.model), replay.drawing(first, rows, total) as draws:
+    keep = held(replay.model, training=training)
+    with torch.no_grad(), keep, replay.drawing(first, rows, total) as draws:
         return replay.values(draws, batch)
 
 

@@ -72,6 +72,7 @@ class Kinds:
         self._seen: set[Hashable] = set()
         self._values: set[Hashable] = set()
         self._sizes = self._uses = 0
+        self._start = _numbers(running)
 
     def built(self, signature: Signature, settings: Hashable) -> None:
         """The kind that the Step was built with, to train on and to evaluate."""
@@ -126,16 +127,13 @@ class Kinds:
 
         As (the user's module, attribute, value in the copy).
         """
-        running = dict(self.running.named_modules(remove_duplicate=False))
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        now = _numbers(self.running)
         return [
-            (module, name, value)
-            for path, module in self.model.named_modules()
-            for name, value in vars(running[path]).items()
-            if isinstance(value, bool | int | float | str)
-            and name != "training"
-            and name in vars(module)
-            and type(own := vars(module)[name]) is type(value)
-            and own != value
+            (modules[path], name, value)
+            for (path, name), value in now.items()
+            # A split sets some when it is installed; those are no news.
+            if (path, name) in self._start and self._start[path, name] != value
         ]
 
     @contextmanager
@@ -189,6 +187,16 @@ class Kinds:
                     captured.changes or (),
                     training=signature.training,
                 )
+
+
+def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Numbers and words that modules hold, by path and attribute."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and name != "training"
+    }
 
 
 def _rarely(number: int) -> bool:

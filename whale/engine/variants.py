@@ -187,7 +187,7 @@ class Variants:
         refuse_across_stages(self.plan, self.model, captured)
         with self._as_run(signature):
             if self.checks:
-                check_borders(self.model, batch, self.plan, captured)
+                check_borders(self.model, batch, self.plan, captured, training=signature.training)
         stages = make_stages(
             self.plan,
             self.rank,
