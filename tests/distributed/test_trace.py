@@ -74,22 +74,13 @@ CASES = [
 QUICK = {
     ("gpt", "accumulate-uneven"),
     ("gpt", "1f1b"),
-    ("gpt", "zero-bubble"),
-    ("gpt", "3d"),
-    ("gpt", "colocated"),
     ("gpt", "interleaved-tensor"),
-    ("hf_bert", "pipeline-tensor"),
     ("resnet", "head"),
-    ("resnet", "data-tensor-uneven"),
-    ("resnet", "3d"),
     ("encdec", "tensor"),
     ("narrow", "colocated"),
     ("moe/top-k/2/loss/1.25", "experts-3-uneven"),
-    ("moe/top-k/1/bias/1.25", "experts-nested"),
-    ("moe/expert-choice/2/none/none", "experts-4"),
     ("moe/top-k/2/loss/none", "experts-staged"),
     ("moe/top-k/2/bias/none", "columns-across"),
-    ("moe/top-k/2/loss/1.25", "experts-levels-chunks"),
 }
 
 

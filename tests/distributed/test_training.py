@@ -32,7 +32,10 @@ IGNORED = zoo.IGNORED
 
 every_layout = pytest.mark.parametrize(
     "layout_name",
-    [*SMALL, "pipeline-tensor-uneven", pytest.param("3d-uneven", marks=pytest.mark.full)],
+    [
+        *SMALL,
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("pipeline-tensor-uneven", "3d-uneven")),
+    ],
 )
 small_layouts = pytest.mark.parametrize("layout_name", SMALL)
 

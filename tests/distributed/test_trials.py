@@ -214,7 +214,7 @@ CASES: dict[str, dict[str, Any]] = {
     "an encoder, padded before": case(
         lambda: Encoder(False),
         lambda: [(x, PADDED.flip(1), y) for x, y in numbers(LENGTH, IN)],
-        **MSE,
+        **MSE, refused=(DP, MIX), text="not at their end",
     ),
     "a sparse embedding": case(Sparse, tokens, **MSE),
     "a teacher": case(lambda: Follows(False), lambda: numbers(IN), layouts=(DP, TP)),

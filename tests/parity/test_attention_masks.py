@@ -160,11 +160,11 @@ WHOLE.append("eager: no Linears")  # nothing of it can be split
 
 
 def test_a_part_of_the_heads_or_columns() -> None:
-    check(SMALL[::2], "split-uneven")
+    check(SMALL[::4], "split-uneven")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("names", "layout"), [(SMALL, "split"), (SMALL[1::2], "split-uneven")])
+@pytest.mark.parametrize(("names", "layout"), [(SMALL, "split"), (SMALL, "split-uneven")])
 def test_all_parts_of_the_heads_or_columns(names: list[str], layout: str) -> None:
     check(names, layout)
 
@@ -199,7 +199,7 @@ T5_LAYOUTS = [
     for kind in ("tensor", "data-tensor", "pipeline-tensor", "colocated")
     for uneven in ("", "-uneven")
 ]
-QUICK = [("t5", "tensor-uneven"), ("t5, dropout", "pipeline-tensor-uneven")]
+QUICK = [("t5", "tensor-uneven")]
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,6 @@ DROPOUT = [
     ("gpt", "data-uneven"),
     ("gpt", "tensor-uneven"),
     ("encdec", "1f1b"),
-    ("lstm", "zero-bubble"),
-    ("hf_bert", "data-tensor-uneven"),
 ]
 
 

@@ -90,7 +90,10 @@ def _check(found: list[dict[str, str | float]], layout: str) -> None:
             assert isinstance(result, float) and result < 1e-9, (rank, name, result)
 
 
-@pytest.mark.parametrize("layout", ["tensor-uneven", "data-uneven", "pipeline-tensor"])
+@pytest.mark.parametrize(
+    "layout",
+    ["tensor-uneven", "data-uneven", pytest.param("pipeline-tensor", marks=pytest.mark.full)],
+)
 def test_own_code_is_exact(layout: str):
     count = layout_named(layout).num_ranks
     micro = layout_named(layout).config.get("pipeline.num_micro_batch", 1)
