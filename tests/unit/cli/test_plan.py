@@ -404,11 +404,12 @@ def test_a_model_of_ones_own(run: Run) -> None:
 # ---- what the plan is for ------------------------------------------------------------------------
 
 
-def test_a_plan_for_cpus_runs_and_is_equal_to_one_device(run: Run) -> None:
-    words = ["gpt-tiny", "--cluster", "1x4xCPU", "--stages", "2", "--micro-batches", "2"]
+@pytest.mark.parametrize("preset", ["gpt-nano", pytest.param("gpt-tiny", marks=pytest.mark.full)])
+def test_a_plan_for_cpus_runs_and_is_equal_to_one_device(run: Run, preset: str) -> None:
+    words = [preset, "--cluster", "1x4xCPU", "--stages", "2", "--micro-batches", "2"]
     assert run("plan", *words, "--json", "p.json")[0] == 0
     status, out, err = run(
-        "verify", "gpt-tiny", "--cluster", "1x4xCPU", "--plan", "p.json", "--steps", "1"
+        "verify", preset, "--cluster", "1x4xCPU", "--plan", "p.json", "--steps", "1"
     )
     assert status == 0, err
     assert "on 4 ranks" in out

@@ -201,7 +201,15 @@ def test_convolutions_see_the_picture_that_was_cut(config: M6Config) -> None:
     assert torch.equal(back, torch.from_numpy(pictures))
 
 
-@pytest.mark.parametrize("layout", ["copies", "heads", "experts", "stages", "copies conv"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "heads",
+        "experts",
+        "stages",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("copies", "copies conv")),
+    ],
+)
 def test_equal_to_one_device(config: M6Config, layout: str) -> None:
     """The model's own glue, mask and heads; dense, the rules for experts are tested with them."""
     layout, _, stem = layout.partition(" ")
