@@ -40,6 +40,9 @@ def generate(seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Spec:
     names = [name for name in glues.GLUES if name and (name in glues.EASY or not mild)]
     rows = pick.choice((1, 2, 3, 4, 5, 6, 6, 7, 7, 8, 8, 9))
     micro = pick.choice((1, 1, 2, 3)) if layout not in layouts.STAGED else pick.choice((1, 2, 3, 4))
+    if aux and LOSSES[loss].adds:
+        # A sum and a term without rows: once for a batch, or for each part? Not ours to say.
+        micro = 1
     schedule = pick.choice(("gpipe", "1f1b", "zero-bubble"))
     length = pick.choice((5, 5, 5, 4, 7, rows))
     spec = Spec(

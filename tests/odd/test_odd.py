@@ -30,6 +30,24 @@ FOUND = {
         "refused",
         {"blocks": ("mlp",), "glue": ("clamp-hook",), "layout": "data"},
     ),
+    # The next micro-batch's forward moved what a backward still needed: a raw error of autograd.
+    "a slow copy in a pipeline": (
+        "refused",
+        {"blocks": ("mlp", "slow-teacher"), "layout": "stages", "micro": 2, "schedule": "gpipe"},
+    ),
+    "a slow copy": ("exact", {"blocks": ("slow-teacher",), "layout": "data"}),
+    "a norm of groups of rows": (
+        "refused",
+        {"blocks": ("norm-in-groups",), "choices": (1,), "layout": "data"},
+    ),
+    "rows that meet in evaluation": (
+        "refused",
+        {"blocks": ("centred-in-evaluation",), "layout": "data"},
+    ),
+    "other weights in a Layer": (
+        "exact",
+        {"blocks": ("other-weights", "mlp"), "layout": "stages"},
+    ),
     "linear hooks": ("exact", {"blocks": ("tensor-hook", "backward-hooks"), "layout": "data"}),
     "own functions": ("exact", {"blocks": ("own-function",), "choices": (1,), "layout": "data"}),
     # A copied parameter lost its hooks.

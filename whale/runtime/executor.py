@@ -7,8 +7,8 @@ schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -356,7 +356,7 @@ class Executor:
             self.before_backward(roots, flight.received.values())
         if roots:
             begun = self.clock.begin_compute()
-            with step_backward.run(), untouched(self.context.step, 1):
+            with step_backward.run(), untouched(self.context.step, 1), _in_place_said():
                 torch.autograd.backward(roots, seeds)
             self.clock.end_compute(begun, action.kind, stage, 1)
         for source, values in module.incoming.items():
@@ -467,3 +467,20 @@ class Executor:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _in_place_said() -> Iterator[None]:
+    """Around a backward: what a later forward wrote to is named as what it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise WhaleError(
+            "a tensor that a backward needs was written to in place; where a forward writes to a "
+            "weight or a buffer (a slow copy that follows, a moving average), the next "
+            f"micro-batch's forward does so before this one's backward: {error}",
+            hint="use one micro-batch, or compute with a copy (`weight.clone()`) of what the "
+            "forward writes to",
+        ) from error
