@@ -25,15 +25,12 @@ from whale.annotations import ClusterLayout, ambient_cluster, discover
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.cost.compute import Training
-from whale.engine.backwards import check_backwards
-from whale.engine.borders import check_borders
 from whale.engine.capture import Captured, capture
-from whale.engine.changes import find_changes, refuse_across_stages, refuse_by_rows
 from whale.engine.face import hide_from_compiler, plainly
+from whale.engine.look import look
 from whale.engine.loose_ends import refuse_loose_ends
 from whale.engine.lower import lower
 from whale.engine.outsiders import refuse_own_parameters
-from whale.engine.parts import check_parts
 from whale.engine.rehearsal import rehearse
 from whale.engine.step import OptimizerFactory, Step
 from whale.engine.stillness import leaves_no_trace
@@ -153,22 +150,9 @@ def parallelize(
         )
     check_same_weights(model, rank, num_ranks, _local_device(settings))
     refuse_loose_ends(model, loss, captured.changes)
-    changes = find_changes(model, batch, loss, captured.changes, plan)
-    refuse_by_rows(plan, changes)
-    refuse_across_stages(plan, model, captured)
-    trial = None
-    if settings.check_parts:
-        trial = check_parts(
-            model,
-            batch,
-            loss,
-            plan,
-            captured.random.dims,
-            outputs=outputs,
-            written=changes.names,
-        )
-        check_borders(model, batch, plan, captured)
-    check_backwards(model, batch, loss, plan)
+    looked = look(
+        model, batch, loss, plan, captured, outputs=outputs or {}, check=settings.check_parts
+    )
     names = frozenset(outputs or ())
     lowered = lower(
         model,
@@ -181,8 +165,8 @@ def parallelize(
         timeout=timedelta(seconds=settings.timeout_seconds),
         communication=settings.communication,
         outputs=names,
-        changes=changes,
-        trial=trial,
+        changes=looked.changes,
+        trial=looked.trial,
         rehearsal=partial(
             rehearse,
             model=model,
@@ -214,7 +198,7 @@ def parallelize(
         predict=lambda measured: replace(
             simulate(plan, title=type(model).__name__), measured=measured
         ),
-        changes=changes,
+        changes=looked.changes,
         judge=partial(check_kind, plan),
     )
 

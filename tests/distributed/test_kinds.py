@@ -68,6 +68,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor, mode: Mode = None, weight: Tensor | None = None) -> Tensor:
         h = self.up(x)
         other = mode == "other" or weight is not None or x.dim() == 3 or self.mode == "other"
+        other = other or (self.training and not self.extra.training)
         h = self.inside(h, self) if other else torch.relu(h)
         out = self.down(h) if weight is None else self.down(h) * weight
         if not other:  # a module that the other kind has no use for
@@ -98,17 +99,19 @@ LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "data": lambda: {"": wh.replicate()},
     "split": lambda: {"": wh.split()},
     "both": lambda: {"block": wh.split(), "...": wh.replicate()},
+    "stages": lambda: {"block": wh.stage(1), "head": wh.stage(1)},
 }
+MICRO_BATCHES: dict[str, dict[str, Any]] = {"stages": {"pipeline.num_micro_batch": 2}}
 REFUSED: dict[Inside, set[str]] = {
     alone: set(),
     skipped: set(),
-    by_rows: {"data", "split", "both"},
+    by_rows: {"data", "split", "both", "stages"},
     softmax: {"split", "both"},
     by_width: {"split", "both"},
     decayed: {"split", "both"},
-    centred: {"data", "split", "both"},
+    centred: {"data", "split", "both", "stages"},
 }
-WAYS = ("value", "key", "length", "attribute")
+WAYS = ("value", "key", "length", "attribute", "part")
 IN_ALL_WAYS = (alone, softmax, by_rows)
 
 
@@ -121,6 +124,8 @@ def fit(model: Whole, how: str, run: Callable[[Any], float]) -> list[float]:
     for seed, kind in enumerate(("", "", how, "", how)):
         if how == "attribute":
             model.block.mode = "other" if kind else "first"
+        elif how == "part":  # code may look at the mode of one module alone
+            model.block.extra.train(not kind)
         losses.append(run(batch(kind, seed)))
     return losses
 
@@ -153,7 +158,7 @@ def on_rank() -> dict[tuple[str, str, str], str | float]:
                     optimizer=sgd,
                     batch=batch("", 0),
                     loss=F.mse_loss,
-                    config={"timeout_seconds": 20},
+                    config={"timeout_seconds": 20, **MICRO_BATCHES.get(layout, {})},
                 )
                 try:
                     got = fit(model, how, lambda given, step=step: float(step(given)["loss"]))

@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from whale.engine.lower import Lowered
+from whale.engine.rarely import rarely
 from whale.engine.trace import READS, called_by_machinery, user_line
 from whale.errors import CaptureError
 from whale.ir.plan import Plan
@@ -101,7 +102,7 @@ class Branches:
         if not differing:
             return
         self._differed += 1
-        if self._differed <= 3 or self._differed & (self._differed - 1) == 0:
+        if rarely(self._differed, 3):
             self._try(batch, differing[0], reads.get(differing[0]), around)
 
     @staticmethod

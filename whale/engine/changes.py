@@ -55,13 +55,13 @@ def state_of(model: nn.Module, loss: Any = None, *, values: bool) -> dict[str, A
         modules += loss.named_modules(prefix=LOSS)
     for path, module in modules:
         prefix = f"{path}." if path else ""
-        every = {**_attributes(module), **module._parameters, **module._buffers}
+        every = {**attributes(module), **module._parameters, **module._buffers}
         for name, value in every.items():
             found[f"{prefix}{name}"] = _token(value, values, _DEPTH)
     return found
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def attributes(module: nn.Module) -> dict[str, Any]:
     """What a module holds beside parameters, buffers and modules."""
     return {k: v for k, v in module.__dict__.items() if k not in _OWN and "_whale" not in k}
 
@@ -70,7 +70,7 @@ def attributes_of(model: nn.Module, only: Collection[str] | None = None) -> dict
     """Attributes of modules by name, compared by who they are; with `only`, these by value."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
-        for key, value in _attributes(module).items():
+        for key, value in attributes(module).items():
             name = f"{path}.{key}" if path else key
             if only is None or name in only:
                 found[name] = _token(value, only is not None, _DEPTH)
@@ -253,8 +253,8 @@ def _loss(model: nn.Module, loss: Any, part: Any) -> Any:
     return _token(batches.call_model(model, loss, batches.own(part))["loss"], True, 1)
 
 
-def refuse_by_rows(plan: Plan, changes: Changes) -> None:
-    """Several replicas cannot each keep their own version of what one device has once."""
+def refuse_cut(plan: Plan, changes: Changes) -> None:
+    """A rank that holds a part of a weight cannot change it as one device changes the whole."""
     for home in plan.homes:
         if home.splits and home.name in changes.names:
             raise PlanError(
@@ -262,6 +262,10 @@ def refuse_by_rows(plan: Plan, changes: Changes) -> None:
                 "change its part as if it were the whole",
                 hint="leave its module out of `split`, or change it after the step",
             )
+
+
+def refuse_by_rows(plan: Plan, changes: Changes) -> None:
+    """Several replicas cannot each keep their own version of what one device has once."""
     for name in changes.by_rows:
         for stage in stages_running(plan, name.rpartition(".")[0]):
             device = plan.stages[stage].virtual_device

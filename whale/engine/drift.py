@@ -16,6 +16,7 @@ from torch import nn
 
 from whale.engine.changes import Changes, attributes_of, changed, stages_running
 from whale.engine.lower import Lowered
+from whale.engine.rarely import rarely
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 
@@ -62,7 +63,7 @@ class Drift:
 
     def check(self, num_steps: int) -> None:
         """After step `num_steps`, where it is time; all ranks call it."""
-        if num_steps & (num_steps - 1):
+        if not rarely(num_steps):
             return
         self._check_attributes(num_steps)
         if not self.ranks:

@@ -37,6 +37,7 @@ import torch
 from torch import nn
 
 from whale.engine.loose_ends import hooked
+from whale.engine.rarely import rarely
 from whale.engine.weights import reachable
 from whale.errors import WhaleError
 from whale.runtime.compat import uncompiled
@@ -232,7 +233,7 @@ class Face:
             if _looks(tensor) != look:
                 raise _changed(name, look, _looks(tensor))
         self.steps += 1
-        if self.steps & (self.steps - 1) == 0:
+        if rarely(self.steps):
             # `tensor.data` is written to unseen: some elements tell, ever more rarely.
             for (name, tensor), sample in zip(self.tensors, self._samples, strict=True):
                 if not torch.equal(_sample(tensor), sample):

@@ -50,10 +50,14 @@ def with_noise(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def held(model: nn.Module, *, training: bool = True) -> Iterator[None]:
-    """Inside, it is in training mode, but batch norms are not, and experts have room for all."""
+    """Inside, it trains or evaluates, but batch norms evaluate, and experts have room for all.
+
+    Modules that a training model keeps in eval mode stay so; one in eval mode is seen as it trains.
+    """
     flags = [(module, module.training) for module in model.modules()]
-    for module, _ in flags:
-        module.training = training  # not by `train`, in which modules may change their weights
+    if not training or not model.training:
+        for module, _ in flags:
+            module.training = training  # not by `train`, in which modules may change their weights
     changes: list[tuple[nn.Module, dict[str, Any]]] = []
     untracked: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
     for module in model.modules():

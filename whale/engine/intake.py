@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from whale.engine.rarely import rarely
 from whale.errors import RankError, WhaleError
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
@@ -64,8 +65,7 @@ class Intake:
         number = self._seen[training] = self._seen.get(training, 0) + 1
         new = (signature, batch.total_rows) != self._last
         self._last = (signature, batch.total_rows)
-        # The first three, then the 4th, 8th, 16th, ...: a loader that drifts apart is found too.
-        compares = number <= 3 or number & (number - 1) == 0
+        compares = rarely(number, 3)  # a loader that drifts apart is found too
         details: dict[str, str] | None = None
         if self._plan.num_ranks > 1 and (new or compares):
             details = {"rows": str(batch.total_rows), **signature.lines()}

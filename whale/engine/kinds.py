@@ -1,26 +1,29 @@
 """Kinds: a batch unlike those before it is looked at as the first one was.
 
 Place in the flow: asked by Step before it runs a batch. Capture and the trials saw the code that
-runs on one batch. Another Python value, a key more or less, another length or an attribute that
-the script set may lead to other code: rows that interact, weights that are read, other operations
-inside a split. So the first batch of every kind is captured and tried too, on the user's model.
+runs on one batch. Another Python value, a key more or less, another length, an attribute that the
+script set or a part put into eval mode may lead to other code: rows that interact, weights that are
+read, other operations inside a split. So the first batch of every kind is captured and tried too
+(`engine.look`), on the user's model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from whale.engine.capture import capture
-from whale.engine.changes import find_changes, refuse_by_rows
+from whale.engine.changes import attributes
 from whale.engine.face import bare
-from whale.engine.parts import check_parts
+from whale.engine.look import look
+from whale.engine.rarely import rarely
 from whale.engine.stillness import function_as_before
-from whale.engine.variants import modes_of
+from whale.engine.variants import Flags, flags_in_training, flags_of, modes_of
 from whale.errors import WhaleError
 from whale.ir.model_graph import ModelGraph
 from whale.ir.plan import Plan
@@ -36,6 +39,27 @@ _FIRST = 4
 """Kinds that differ in sizes alone, of which each is looked at; then the 8th, 16th, ...; the same
 of batches, where the model counts them.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What decides which code runs: the batch, what the script set, modules in eval mode."""
+
+    signature: Signature
+    settings: Hashable
+    flags: Flags
+
+    @property
+    def key(self) -> Hashable:
+        own = self.signature
+        return own.leaves, own.constants, own.training, self.settings, self.flags
+
+    @property
+    def values(self) -> Hashable:
+        """All of it but sizes."""
+        own = self.signature
+        leaves = tuple((x.name, x.dtype, x.batched, len(x.shape)) for x in own.leaves)
+        return leaves, own.constants, own.training, self.settings, self.flags
 
 
 class Kinds:
@@ -68,7 +92,8 @@ class Kinds:
         self.layers = [path for t in plan.taskgraphs for path in t.layers]
         self.splits = any(t.splits for t in plan.taskgraphs)
         replicas = max(len(stage.virtual_device.replicas) for stage in plan.stages)
-        self.parts = replicas > 1 or plan.num_micro_batch > 1
+        parts = replicas > 1 or plan.num_micro_batch > 1
+        self.needed = self.splits or parts or len(plan.stages) > 1
         self._seen: set[Hashable] = set()
         self._values: set[Hashable] = set()
         self._sizes = self._uses = 0
@@ -76,30 +101,31 @@ class Kinds:
 
     def built(self, signature: Signature, settings: Hashable) -> None:
         """The kind that the Step was built with, to train on and to evaluate."""
-        for training in (True, False):
-            self._seen.add(_key(signature, training, settings))
-            self._values.add(_values(signature, training, settings))
+        trains = flags_in_training(self.model, self.running)
+        for training, flags in ((True, trains), (False, (False,) * len(trains))):
+            kind = _Kind(replace(signature, training=training), settings, flags)
+            self._seen.add(kind.key)
+            self._values.add(kind.values)
 
     def look(self, batch: LocalBatch, signature: Signature, settings: Hashable) -> None:
         """Raises if the code that runs on this batch cannot run under the plan.
 
         `settings`: attributes of the model that the script has set since.
         """
-        if not (self.splits or self.parts):
+        if not self.needed:
             return
         self._uses += 1
-        late = _rarely(self._uses) and self._moved()
-        new = self._is_new(signature, settings)
+        late = rarely(self._uses, _FIRST) and self._moved()
+        new = self._is_new(_Kind(signature, settings, flags_of(self.running)))
         if not new and not late:
             return
         try:
             self._look(batch, signature)
         except WhaleError as error:
+            hints = ["give wh.parallelize such a batch, to see it at build"] if new else []
             raise WhaleError(
                 f"{self._about(signature, new)}, {error.message}",
-                hint="give wh.parallelize such a batch, to see it at build; " + (error.hint or "")
-                if new
-                else error.hint,
+                hint="; ".join([*hints, error.hint] if error.hint else hints) or None,
             ) from error
 
     def _about(self, signature: Signature, new: bool) -> str:
@@ -110,16 +136,14 @@ class Kinds:
         moved = ", ".join(f"{name} = {value!r}" for _, name, value in self._moved()[:3])
         return f"as the model's code runs after {self._uses - 1} batches ({moved})"
 
-    def _is_new(self, signature: Signature, settings: Hashable) -> bool:
-        key = _key(signature, signature.training, settings)
-        if key in self._seen:
+    def _is_new(self, kind: _Kind) -> bool:
+        if kind.key in self._seen:
             return False
-        self._seen.add(key)
-        values = _values(signature, signature.training, settings)
-        if values in self._values:
+        self._seen.add(kind.key)
+        if kind.values in self._values:
             self._sizes += 1
-            return _rarely(self._sizes)
-        self._values.add(values)
+            return rarely(self._sizes, _FIRST)
+        self._values.add(kind.values)
         return True
 
     def _moved(self) -> list[tuple[nn.Module, str, Any]]:
@@ -170,23 +194,16 @@ class Kinds:
             )
             if self.splits:
                 self.judge(captured.graph, captured.called)
-            if not self.parts:
-                return
-            data = batch.data
-            if signature.training:
-                changes = find_changes(self.model, data, self.loss, captured.changes, self.plan)
-                refuse_by_rows(self.plan, changes)
-            if self.check_parts and batches.num_rows(data) > 1:
-                check_parts(
-                    self.model,
-                    data,
-                    self.loss,
-                    self.plan,
-                    captured.random.dims,
-                    self.outputs,
-                    captured.changes or (),
-                    training=signature.training,
-                )
+            look(
+                self.model,
+                batch.data,
+                self.loss,
+                self.plan,
+                captured,
+                outputs=self.outputs,
+                check=self.check_parts and batches.num_rows(batch.data) > 1,
+                training=signature.training,
+            )
 
 
 def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
@@ -194,20 +211,6 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
     return {
         (path, name): value
         for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and name != "training"
+        for name, value in attributes(module).items()
+        if isinstance(value, bool | int | float | str)
     }
-
-
-def _rarely(number: int) -> bool:
-    return number <= _FIRST or number & (number - 1) == 0
-
-
-def _key(signature: Signature, training: bool, settings: Hashable) -> Hashable:
-    return signature.leaves, signature.constants, training, settings
-
-
-def _values(signature: Signature, training: bool, settings: Hashable) -> Hashable:
-    """All of a kind but sizes."""
-    leaves = tuple((x.name, x.dtype, x.batched, len(x.shape)) for x in signature.leaves)
-    return leaves, signature.constants, training, settings

@@ -8,12 +8,14 @@ its rows alone: one stage, nothing split, nothing for which replicas meet.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from whale.engine.rarely import rarely
 from whale.engine.trial_rows import KeyedRuns, Rows
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
@@ -37,18 +39,19 @@ class Recheck:
     weighing: Weighing
     device: torch.device
     keyed: KeyedRuns
+    written: Collection[str]
+    """What forwards write to."""
 
     def before(self, step: int, batch: Any) -> None:
         """Raises where this step's rows show that the loss is not weighed as it should be."""
-        if step == 0 or step & (step - 1):
+        if not rarely(step):
             return
         few = self._rows(batch, None if step in _ALL_AT else _ROWS)
         if few is None:
             return
         kind = next((p.dtype for p in self.model.parameters()), torch.float32)
-        written = self.weighing.written
         rows = Rows(
-            self.model, self.loss, few, kind, copied=False, keyed=self.keyed, written=written
+            self.model, self.loss, few, kind, copied=False, keyed=self.keyed, written=self.written
         )
         try:
             rows.again(self.weighing)
@@ -76,6 +79,7 @@ def recheck(
     weighing: Weighing | None,
     device: torch.device,
     keyed: KeyedRuns,
+    written: Collection[str],
 ) -> Recheck | None:
     """What Step calls; None where a rank cannot compute a loss by itself, or need not."""
     alone = len(plan.stages) == 1 and not any(t.splits for t in plan.taskgraphs)
@@ -90,4 +94,5 @@ def recheck(
         weighing=weighing,
         device=device,
         keyed=keyed,
+        written=written,
     )

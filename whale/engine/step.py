@@ -93,8 +93,8 @@ class Step:
         self._actions, self._forward_actions = actions, forward_actions
         self._outputs = dict(outputs)
         self._intake = Intake(batch, plan, lowered.device)
-        names, checks = frozenset(outputs), config.check_parts
-        self._variants = Variants(model, plan, lowered, loss, names, rank, batch, checks=checks)
+        names = frozenset(outputs)
+        self._variants = Variants(model, plan, lowered, loss, names, rank, batch)
         self._variants.built(self._intake.signature(batch))
         self._kinds = Kinds(
             model,
@@ -108,8 +108,16 @@ class Step:
         self._kinds.built(self._intake.signature(batch), ())
         self._gatherer = Gatherer(model, plan, lowered, rank)
         weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)
-        keyed = lowered.surroundings
-        self._recheck = recheck(lowered.model, loss, plan, rank, weighing, lowered.device, keyed)
+        self._recheck = recheck(
+            lowered.model,
+            loss,
+            plan,
+            rank,
+            weighing,
+            lowered.device,
+            lowered.surroundings,
+            changes.names,
+        )
         apart = frozenset(norms_of_own_rows(plan, model))
         held = held_tensors(plan, lowered.model, apart)
         self._guard = Guard(held, rank, plan.num_ranks, lowered.device)

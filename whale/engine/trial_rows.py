@@ -186,9 +186,11 @@ class Rows:
                 hint=_HINT,
             ) from error
         self._with_holes(weighing, large=large)
-        if weighing is not None:
-            weighing = replace(weighing, written=tuple(sorted(self.written or ())))
-        return Trial(weighing=weighing, router_losses=bool(self.held.values))
+        return Trial(
+            weighing=weighing,
+            router_losses=bool(self.held.values),
+            written=frozenset(self.written or ()),
+        )
 
     def _with_holes(self, weighing: Weighing | None, *, large: bool) -> None:
         for number, (text, batch) in enumerate(with_holes(self.few, self.rows)):

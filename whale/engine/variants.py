@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.engine.borders import check_borders
 from whale.engine.capture import ROWS, Captured, capture, trace
 from whale.engine.changes import refuse_across_stages
 from whale.engine.face import bare
 from whale.engine.lower import Lowered, make_stages
 from whale.engine.program import Program, check_rows
+from whale.engine.rarely import rarely
 from whale.engine.replay import gives_the_same
 from whale.engine.stillness import function_as_before
 from whale.errors import CaptureError, WhaleError
@@ -72,10 +72,7 @@ class Variants:
         outputs: frozenset[str],
         rank: int,
         batch: Any,
-        *,
-        checks: bool = True,
     ) -> None:
-        self.checks = checks
         self.model, self.plan, self.lowered = model, plan, lowered
         self.loss, self.outputs, self.rank = loss, outputs, rank
         self.few = batches.take_rows(batch, 0, min(_FEW, batches.num_rows(batch)))
@@ -88,10 +85,8 @@ class Variants:
         program, self._first = self.lowered.program, signature
         if program is not None:
             now = self.lowered.executor
-            flags = _flags(self.lowered.model)
-            # Capture sees a model in eval mode as it trains.
-            seen = flags if self.model.training else (True,) * len(flags)
-            self._known[signature, seen, True] = Variant(
+            flags = flags_in_training(self.model, self.lowered.model)
+            self._known[signature, flags, True] = Variant(
                 stages=now.stages,
                 program=program,
                 origins=now.origins,
@@ -102,11 +97,11 @@ class Variants:
         """The variant for a batch of this signature; None: one stage, which is always the same."""
         if len(self.plan.stages) == 1:
             return None
-        key = (signature, _flags(self.lowered.model), torch.is_grad_enabled())
+        key = (signature, flags_of(self.lowered.model), torch.is_grad_enabled())
         found = self._known.pop(key, None) or self._make(batch.data, signature)
         self._known[key] = found
         found.uses += 1
-        if found.uses > 1 and found.uses & (found.uses - 1) == 0:
+        if found.uses > 1 and rarely(found.uses):
             # A Python number that code between stages or the loss reads may be another now.
             found.checked.clear()
             found.totals.clear()
@@ -185,9 +180,6 @@ class Variants:
         _check_same_model(captured, self.plan, signature)
         # Code of this kind of batch may change what that of the first left alone.
         refuse_across_stages(self.plan, self.model, captured)
-        with self._as_run(signature):
-            if self.checks:
-                check_borders(self.model, batch, self.plan, captured, training=signature.training)
         stages = make_stages(
             self.plan,
             self.rank,
@@ -205,8 +197,15 @@ class Variants:
         )
 
 
-def _flags(model: nn.Module) -> Flags:
+def flags_of(model: nn.Module) -> Flags:
+    """`training` of its modules."""
     return tuple(module.training for module in model.modules())
+
+
+def flags_in_training(model: nn.Module, running: nn.Module) -> Flags:
+    """Those of the running copy that capture saw: a model in eval mode as it trains."""
+    flags = flags_of(running)
+    return flags if model.training else (True,) * len(flags)
 
 
 @contextmanager

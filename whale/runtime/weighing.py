@@ -39,13 +39,11 @@ class Weighing:
             counts of a part's rows (`count`). No term: the loss is weighed by rows.
         means: By term, whether it has a count.
         joins: Whether its terms have different counts, so that parts must tell each other theirs.
-        written: Parameters that a forward writes to.
     """
 
     divisors: tuple[str, ...]
     means: tuple[bool, ...]
     joins: bool = False
-    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +53,12 @@ class Trial:
     Attributes:
         weighing: How it is computed in parts; None: it could not be tried.
         router_losses: Whether it has losses over all tokens, for which replicas meet.
+        written: Parameters that a forward writes to.
     """
 
     weighing: Weighing | None = None
     router_losses: bool = False
+    written: frozenset[str] = frozenset()
 
     @property
     def meets(self) -> bool:
