@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from whale.engine.capture import Captured
+from whale.engine.differences import allowed, close
 from whale.engine.held import MOST_COPIED, held, with_noise
 from whale.engine.program import Program, ValueSpec
-from whale.engine.replay import Replay, close
+from whale.engine.replay import Replay
 from whale.engine.stages import cut
 from whale.engine.weights import copied
 from whale.errors import CaptureError
@@ -29,8 +30,8 @@ from whale.nn.router_losses import has_router_losses
 from whale.runtime import batch as batches
 
 _ROWS = 6
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_COARSE = 5e-2
+_FAR = 2.5
+"""Times as far may values be apart as a loss: rows in another place differ by all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +181,7 @@ def _noisy(batch: Any, rows: int) -> Any:
 def _agrees(crossing: _Crossing, trial: _Trial, plan: Plan) -> bool:
     """Whether the trial shows that it is cut by rows; raises where it shows that it is not."""
     spec, whole = crossing.spec, trial.whole[crossing.value]
-    allowed = _TOLERANCE.get(whole.dtype, _COARSE)
+    far = _FAR * allowed(whole.dtype)
     dim, factor = spec.batch_dim, spec.factor
 
     def stretch(low: int, high: int) -> Tensor:
@@ -189,7 +190,7 @@ def _agrees(crossing: _Crossing, trial: _Trial, plan: Plan) -> bool:
     if tuple(whole.shape) != spec.at(trial.rows):
         return False  # the step itself says so
     for (low, high), values in trial.parts.items():
-        if close(stretch(low, high), values[crossing.value], allowed):
+        if close(stretch(low, high), values[crossing.value], far):
             continue
         what = "which has no rows itself, though it is made of rows"
         if dim is not None:

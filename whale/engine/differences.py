@@ -1,11 +1,12 @@
 """Differences: how far what parts give is from what the whole gives.
 
-Place in the flow: used by `engine.trial_rows`.
+Place in the flow: used by what tries a model at build and while it trains (`engine.trial_rows`,
+`engine.replay`, `engine.borders`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,57 @@ class OutputsError(WhaleError):
     """A named output of parts is not that of the whole."""
 
 
-def close(a: float, b: float) -> bool:
-    """Whether two divisors are one number."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE = 2e-2
+GRADIENT = 20.0
+"""Times as far may gradients be apart."""
+
+
+def allowed(dtype: torch.dtype) -> float:
+    """How far two values of one computation may be apart, of their size."""
+    return _TOLERANCE.get(dtype, _COARSE)
+
+
+def one_number(a: float, b: float) -> bool:
+    """Whether two divisors are the same."""
     return abs(a - b) <= 1e-6 * max(abs(a), abs(b), 1e-12)
+
+
+def close(want: Tensor, got: Tensor, allowed: float) -> bool:
+    """Whether two tensors are the same, but for `allowed` of their size."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return False
+    if not (want.is_floating_point() or want.is_complex()):
+        return torch.equal(want, got)
+    if want.is_complex():
+        want, got = torch.view_as_real(want), torch.view_as_real(got)
+    want, got = want.detach().double(), got.detach().double()
+    finite = want.isfinite()
+    if not torch.equal(finite, got.isfinite()):
+        return False
+    want, got = want[finite], got[finite]
+    if not want.numel():
+        return True
+    size = want.abs().max().clamp(min=1e-12)
+    return bool((want - got).abs().max() <= allowed * size)
+
+
+def gradients_of(value: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of a value for each of some leaves, dense; their own `.grad` is kept.
+
+    Not by `autograd.grad`, which a reentrant checkpoint does not take part in.
+    """
+    before = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        if value.requires_grad:
+            torch.autograd.backward(value)
+        # Those of a sparse embedding are summed dense in training too.
+        return [None if t.grad is None else t.grad.to_dense() for t in tensors]
+    finally:
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.grad = old
 
 
 def finite(gradients: list[Tensor | None]) -> bool:

@@ -66,7 +66,7 @@ def compare(whole: Calls, parts: Sequence[Calls], tolerance: float, about: str) 
         numbers = [len(calls), *map(len, found)]
         if len(set(numbers)) > 1:
             raise WhaleError(
-                f"{path} ({_NORM.__name__.strip('_')}) is called {numbers[0]} times on some rows, "
+                f"{path} (a batch norm) is called {numbers[0]} times on some rows, "
                 f"and {' and '.join(map(str, numbers[1:]))} times on two parts of them{about}: "
                 "replicas cannot join its statistics",
                 hint=_HINT,
@@ -76,7 +76,7 @@ def compare(whole: Calls, parts: Sequence[Calls], tolerance: float, about: str) 
             scale = call.abs().amax().clamp(min=1e-12)
             if not bool(((total - call).abs() <= max(tolerance, 1e-9) * scale).all()):
                 raise WhaleError(
-                    f"call {number} of {path} ({_NORM.__name__.strip('_')}) normalises "
+                    f"call {number} of {path} (a batch norm) normalises "
                     f"{int(call[-1])} values by channel of some rows, and "
                     f"{' and '.join(str(int(part[number][-1])) for part in found)} of two parts of "
                     f"them, not the same together{about}: replicas cannot join its statistics",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whale.engine.differences import GRADIENT, allowed, close, gradients_of
 from whale.engine.held import MOST_COPIED, undisturbed
 from whale.engine.program import Op, Program, Ref, run_ops
 from whale.engine.random import place_draws
@@ -22,10 +23,6 @@ from whale.nn.randomness import BatchDims, PlainDraws
 from whale.runtime import batch as batches
 from whale.runtime import generators
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_COARSE = 2e-2
-_GRADIENT = 20.0
-"""Times as far may gradients be apart."""
 _MOST = 10 * MOST_COPIED
 """Parameters of the largest model whose gradients are compared."""
 
@@ -91,6 +88,7 @@ def gives_the_same(
     replay = Replay(model, program, dims)
     rows = batches.num_rows(batch)
     batch = batches.take_rows(batch, 0, rows, replay.device)
+    trained = [p for p in model.parameters() if p.requires_grad]
     found = []
     for replayed in (False, True):
         with torch.set_grad_enabled(grad), replay.drawing(0, rows, rows) as draws:
@@ -98,54 +96,18 @@ def gives_the_same(
                 value = replay.values(draws, batches.own(batch))[ref.index]
             else:
                 value = batches.call_model(model, loss, batches.own(batch))["loss"]
-            gradients = _gradients(model, value) if grad else []
+            gradients = gradients_of(value, trained) if grad else []
             found.append((value.detach(), gradients, [b.clone() for b in model.buffers()]))
     (want, want_grads, want_buffers), (got, got_grads, got_buffers) = found
-    allowed = _TOLERANCE.get(want.dtype, _COARSE)
-    same = close(want, got, allowed)
+    far = allowed(want.dtype)
+    same = close(want, got, far)
     pairs = zip(want_grads, got_grads, strict=True)
-    same = same and all(_same_gradient(a, b, _GRADIENT * allowed) for a, b in pairs)
+    same = same and all(_same_gradient(a, b, GRADIENT * far) for a, b in pairs)
     buffers = zip(want_buffers, got_buffers, strict=True)
-    return same and all(close(a, b, allowed) for a, b in buffers)
+    return same and all(close(a, b, far) for a, b in buffers)
 
 
-def close(want: Tensor, got: Tensor, allowed: float) -> bool:
-    """Whether two tensors are the same, but for `allowed` of their size."""
-    if want.shape != got.shape or want.dtype != got.dtype:
-        return False
-    if not (want.is_floating_point() or want.is_complex()):
-        return torch.equal(want, got)
-    if want.is_complex():
-        want, got = torch.view_as_real(want), torch.view_as_real(got)
-    want, got = want.detach().double(), got.detach().double()
-    finite = want.isfinite()
-    if not torch.equal(finite, got.isfinite()):
-        return False
-    want, got = want[finite], got[finite]
-    if not want.numel():
-        return True
-    size = want.abs().max().clamp(min=1e-12)
-    return bool((want - got).abs().max() <= allowed * size)
-
-
-def _gradients(model: nn.Module, value: Tensor) -> list[Tensor | None]:
-    # Not `autograd.grad`, which a reentrant checkpoint does not take part in.
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    before = [p.grad for p in wanted]
-    for parameter in wanted:
-        parameter.grad = None
-    try:
-        if value.requires_grad:
-            torch.autograd.backward(value)
-        return [p.grad for p in wanted]
-    finally:
-        for parameter, old in zip(wanted, before, strict=True):
-            parameter.grad = old
-
-
-def _same_gradient(a: Tensor | None, b: Tensor | None, allowed: float) -> bool:
+def _same_gradient(a: Tensor | None, b: Tensor | None, far: float) -> bool:
     if a is None or b is None:
         return a is b
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    return close(a, b, allowed)
+    return close(a, b, far)

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -37,7 +36,7 @@ from whale.engine.program import (
 from whale.engine.regions import Regions
 from whale.errors import CaptureError
 from whale.ir.model_graph import IN_PLACE
-from whale.runtime.compat import real_tensors, watch_functions
+from whale.runtime.compat import is_fake, real_tensors, watch_functions
 
 READS = {
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
@@ -339,7 +338,7 @@ class GlueTracer(TorchFunctionMode):
         def noted(output: Any, target: Any) -> Any:
             self.program.loss_from = len(self.program.ops)
             before = list(held_tensors(loss))
-            self.outside = {id(t): t for t in before if not isinstance(t, FakeTensor)}
+            self.outside = {id(t): t for t in before if not is_fake(t)}
             value = loss(output, target)
             if self.uses_outside and [*map(id, held_tensors(loss))] != [*map(id, before)]:
                 raise CaptureError(

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from whale.engine import norm_calls
-from whale.engine.differences import close, detached, distance, finite, refuse_other_outputs
+from whale.engine.differences import (
+    GRADIENT,
+    detached,
+    distance,
+    finite,
+    gradients_of,
+    one_number,
+    refuse_other_outputs,
+)
 from whale.engine.held import Quiet, held, noisy_copy, undisturbed
 from whale.engine.holes import with_holes
 from whale.engine.stillness import function_as_before
@@ -35,8 +43,6 @@ _EXACT = 1e-9
 _TOLERANCE = {torch.float64: 5e-6, torch.float32: 3e-5}
 """Of a loss, where something is computed in less than float64, whatever the weights are in."""
 _COARSE = 2e-2
-_GRADIENT = 20.0
-"""Times as far may gradients be apart."""
 
 _HINT = (
     "average with a torch loss (F.cross_entropy, F.mse_loss, Tensor.mean, ...) or a sum by a count "
@@ -263,9 +269,9 @@ class Rows:
             )
         kinds = []
         for a, b, c in zip(whole, first, second, strict=True):
-            if close(a, b) and close(a, c):
+            if one_number(a, b) and one_number(a, c):
                 kinds.append("same")
-            elif close(a, b + c):
+            elif one_number(a, b + c):
                 kinds.append("count")
             else:
                 raise WhaleError(
@@ -301,7 +307,7 @@ class Rows:
             self._compare_parts(parts, whole, about)
             everything = (0, self.rows, whole.named)
             refuse_other_outputs(
-                self.outputs, everything, named, _GRADIENT * self._tolerance(), about
+                self.outputs, everything, named, GRADIENT * self._tolerance(), about
             )
 
     def _compare_parts(self, parts: list[Weighed], whole: _Whole, about: str) -> None:
@@ -321,7 +327,7 @@ class Rows:
         if not self.gradients or not total.requires_grad or not finite(gradients):
             return
         error = distance(gradients, self._gradients(total / count))
-        if not error <= _GRADIENT * tolerance:
+        if not error <= GRADIENT * tolerance:
             raise WhaleError(
                 f"the loss of {self.rows} rows is {float(value):.6g} at once and in two parts, but "
                 f"its gradients differ by {error:.2g} of their size{about}",
@@ -439,17 +445,13 @@ class Rows:
         return value
 
     def _gradients(self, value: Tensor) -> list[Tensor | None]:
-        # Not `autograd.grad`, which a reentrant checkpoint does not take part in.
         wanted = [p for p in self.model.parameters() if p.requires_grad]
-        torch.autograd.backward(value)
+        every = [(p, *self.stand_ins.get(id(p), ())) for p in wanted]
+        gradients = iter(gradients_of(value, [p for each in every for p in each]))
         found: list[Tensor | None] = []
-        for parameter in wanted:
-            every = (parameter, *self.stand_ins.get(id(parameter), ()))
-            # Those of a sparse embedding are summed dense in training too.
-            grads = [p.grad.to_dense() for p in every if p.grad is not None]
-            found.append(torch.stack(grads).sum(0) if len(grads) > 1 else next(iter(grads), None))
-            for p in every:
-                p.grad = None
+        for each in every:
+            own = [g for g in (next(gradients) for _ in each) if g is not None]
+            found.append(torch.stack(own).sum(0) if len(own) > 1 else next(iter(own), None))
         return found
 
     def _check_gathered(self, calls: list[_Calls]) -> None:

@@ -8,6 +8,8 @@ values.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from whale.errors import PlanError
 from whale.ir.homes import sync_groups
 from whale.ir.model_graph import ModelGraph
@@ -53,8 +55,11 @@ def check_order(plan: Plan, graph: ModelGraph) -> None:
                 )
 
 
-def check_offers(plan: Plan, graph: ModelGraph) -> None:
-    """Refuses splits that the model's code does not allow, whoever wrote the plan."""
+def check_offers(plan: Plan, graph: ModelGraph, called: Collection[str] | None = None) -> None:
+    """Refuses splits that the model's code does not allow, whoever wrote the plan.
+
+    With `called`, only those of modules that were called: code of another batch may need fewer.
+    """
     offered = {
         (o.rule, o.path): (o.joined, dict(o.params), o.marks)
         for layer in graph.layers
@@ -63,6 +68,8 @@ def check_offers(plan: Plan, graph: ModelGraph) -> None:
     }
     for taskgraph in plan.taskgraphs:
         for split in taskgraph.splits:
+            if not split.is_in(called):
+                continue
             found = offered.get((split.rule, split.path))
             if found == (split.joined, dict(split.params), split.marks):
                 continue
@@ -71,7 +78,8 @@ def check_offers(plan: Plan, graph: ModelGraph) -> None:
                 f"the plan splits {split.path} by {split.unit} ({split.rule}, output: "
                 f"{split.joined}), which this model's code does not allow"
                 + (f": {why[0]}" if why else ""),
-                hint="make a plan for this model as it is now: wh.plan(model, ...)",
+                hint="make a plan for this model as it is now (wh.plan), or leave it out "
+                "of `split`",
             )
 
 

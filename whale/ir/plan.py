@@ -10,7 +10,7 @@ weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,10 @@ class SplitLayer:
     def around(self) -> bool:
         """Whether a bridge along rows goes around its whole module."""
         return self.rule in AROUND
+
+    def is_in(self, called: Collection[str] | None) -> bool:
+        """Whether one of its modules is among these; None are all."""
+        return called is None or any(path in called for path in self.modules)
 
     def cuts_of(self, replica: int) -> tuple[int, ...]:
         """All cut points of one replica."""

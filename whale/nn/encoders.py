@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from whale.errors import WhaleError
 from whale.nn.forwards import replace_forward, runs
-from whale.runtime.compat import without_functions
+from whale.runtime.compat import is_fake, nested_tensors_made_by, without_functions
 
 
 class PaddedEncoder:
@@ -49,7 +48,7 @@ class PaddedEncoder:
         hidden = padded if padded.dtype == torch.bool else padded != 0
         if getattr(module, "mask_check", True):  # only where all padding is at the end
             last = (hidden[:, :-1] <= hidden[:, 1:]).all()
-            if self.in_parts and not isinstance(last, FakeTensor) and not bool(last):
+            if self.in_parts and not is_fake(last) and not bool(last):
                 raise WhaleError(
                     "rows with padding that is not at their end are evaluated by an "
                     "nn.TransformerEncoder of several replicas: torch leaves zeros in padding only "
@@ -79,17 +78,13 @@ class PaddedEncoder:
             mask_check=False,
             norm=None,
         )
-        made = torch._nested_tensor_from_mask
-        torch._nested_tensor_from_mask = _packed
         try:
-            with without_functions():
+            with nested_tensors_made_by(_packed), without_functions():
                 nn.TransformerEncoder.forward(looks, src, None, padded)  # type: ignore[arg-type]
         except _PackedError:
             return True
         except _CalledError:
             return False
-        finally:
-            torch._nested_tensor_from_mask = made
         return False
 
 

@@ -9,7 +9,7 @@ held against what the planner itself would write there.
 from __future__ import annotations
 
 from whale.errors import PlanError, WhaleError
-from whale.ir.check import check_plan
+from whale.ir.check import check_offers, check_plan
 from whale.ir.deadlock import check_schedule
 from whale.ir.model_graph import ModelGraph, SplitOption, assign_stages
 from whale.ir.plan import TRAVELLING, Plan, SplitLayer, TaskGraphPlan
@@ -81,43 +81,13 @@ def check_kind(plan: Plan, graph: ModelGraph, called: frozenset[str]) -> None:
 
     Modules that it does not call are nobody's concern.
     """
-    stage_of = {path: t.stage for t in plan.taskgraphs for path in t.layers}
-    stage_of_layer = [stage_of[layer.path] for layer in graph.layers]
-    glue = glue_params(graph)
-    for taskgraph in plan.taskgraphs:
-        layers = [x for x in graph.layers if x.path in taskgraph.layers]
-        ways = [o for x in layers for option in x.splits for o in (option, *option.instead)]
-        offered = {(o.rule, o.path): o for o in ways}
-        chosen = []
-        for split in taskgraph.splits:
-            if called.isdisjoint(split.modules):
-                continue
-            layer = next(x for x in layers if _inside(split.path, x.path))
-            option = offered.get((split.rule, split.path))
-            if option is None or (option.joined, option.params, option.marks) != (
-                split.joined,
-                split.params,
-                split.marks,
-            ):
-                why = [line for line in layer.whole if split.path in line]
-                raise PlanError(
-                    f"the model's code does not allow that {split.path} is split by {split.unit} "
-                    f"({split.rule})" + (f": {why[0]}" if why else ""),
-                    hint="leave it out of `split`",
-                )
-            chosen.append(option)
-        here = [i for i, stage in enumerate(stage_of_layer) if stage == taskgraph.stage]
-        for option in chosen:
-            if read_whole(graph, option, ways, here, glue):
-                raise PlanError(
-                    f"weights of {option.path}, which the plan splits by {option.unit}, are read "
-                    "whole by other code",
-                    hint="leave it out of `split`",
-                )
-
-
-def _inside(path: str, layer: str) -> bool:
-    return not layer or path == layer or path.startswith(f"{layer}.")
+    check_offers(plan, graph, called)
+    stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
+    chosen = {
+        t.index: [_option(t, s, graph) for s in t.splits if s.is_in(called)]
+        for t in plan.taskgraphs
+    }
+    _check_readers(plan, graph, chosen, [stage_of_path[layer.path] for layer in graph.layers])
 
 
 def _check_schedule(plan: Plan) -> None:
@@ -168,20 +138,25 @@ def _check_layers(
 
 def _options(plan: Plan, taskgraph: TaskGraphPlan, graph: ModelGraph) -> list[SplitOption]:
     """The options of the model that a TaskGraph's splits are."""
-    listed = [o for x in graph.layers if x.path in taskgraph.layers for o in x.splits]
-    offered = [o for option in listed for o in (option, *option.instead)]
     chosen = []
     for split in taskgraph.splits:
-        found = [o for o in offered if (o.rule, o.path) == (split.rule, split.path)]
-        if not found:
-            raise PlanError(
-                f"TaskGraph {taskgraph.name} splits {split.path} by the rule {split.rule!r}, which "
-                "this model does not offer there",
-                hint=_AGAIN,
-            )
-        _check_split(plan, taskgraph, split, found[0])
-        chosen.append(found[0])
+        option = _option(taskgraph, split, graph)
+        _check_split(plan, taskgraph, split, option)
+        chosen.append(option)
     return chosen
+
+
+def _option(taskgraph: TaskGraphPlan, split: SplitLayer, graph: ModelGraph) -> SplitOption:
+    listed = [o for x in graph.layers if x.path in taskgraph.layers for o in x.splits]
+    offered = [o for option in listed for o in (option, *option.instead)]
+    found = [o for o in offered if (o.rule, o.path) == (split.rule, split.path)]
+    if not found:
+        raise PlanError(
+            f"TaskGraph {taskgraph.name} splits {split.path} by the rule {split.rule!r}, which "
+            "this model does not offer there",
+            hint=_AGAIN,
+        )
+    return found[0]
 
 
 def _check_readers(

@@ -43,6 +43,22 @@ def fake_mode() -> Iterator[None]:
         log.setLevel(before)
 
 
+def is_fake(value: Any) -> bool:
+    """Whether it is a tensor with a shape and no values."""
+    return isinstance(value, FakeTensor)
+
+
+@contextmanager
+def nested_tensors_made_by(stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Inside, what packs the valid tokens of an nn.TransformerEncoder is `stand_in`."""
+    made = torch._nested_tensor_from_mask
+    torch._nested_tensor_from_mask = stand_in
+    try:
+        yield
+    finally:
+        torch._nested_tensor_from_mask = made
+
+
 def about_fakes(error: BaseException) -> bool:
     """Whether an error says that a fake tensor was met where values are needed."""
     return type(error).__module__.startswith("torch._subclasses")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses import FakeTensor
 
 from whale.errors import CaptureError, PlanError, WhaleError
 from whale.ir.plan import Plan
@@ -22,6 +21,7 @@ from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
 from whale.runtime import transfers
 from whale.runtime.clock import StepClock
+from whale.runtime.compat import is_fake
 from whale.runtime.context import StepContext, step_backward
 from whale.runtime.empty_rows import EmptyRows
 from whale.runtime.generators import untouched
@@ -249,7 +249,7 @@ class Executor:
         outcome = self._forward(module, part, received, rows)
         self.clock.end_compute(begun, "F", stage, rows)
         made = [*outcome.values.values(), *([] if outcome.loss is None else [outcome.loss.total])]
-        if any(isinstance(tensor, FakeTensor) for tensor in made):
+        if any(is_fake(tensor) for tensor in made):
             raise WhaleError(
                 f"stage {stage} computes with a tensor of the trace, which has shapes and no "
                 "values: the model's code keeps it outside of its modules",
