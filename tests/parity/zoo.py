@@ -28,6 +28,7 @@ VOCAB_SIZE = 37
 SEQ_LEN = 7
 SRC_LEN = 6
 DIM = 24
+DEPTH = 2
 NUM_HEADS = 6  # 4:2 and 3:2:1 are uneven cuts
 NUM_CLASSES = 5
 IGNORED = -100
@@ -152,7 +153,7 @@ def _gpt(dropout: float) -> Case:
         vocab_size=VOCAB_SIZE,
         max_seq_len=SEQ_LEN,
         dim=DIM,
-        num_layers=4,
+        num_layers=DEPTH,
         num_heads=NUM_HEADS,
         dropout=dropout,
     )
@@ -238,7 +239,7 @@ def _make_bert(dropout: float) -> nn.Module:
     config = BertConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=DIM,
-        num_hidden_layers=4,
+        num_hidden_layers=DEPTH,
         num_attention_heads=NUM_HEADS,
         intermediate_size=4 * DIM,
         max_position_embeddings=SEQ_LEN + 1,
@@ -272,7 +273,7 @@ def _make_gpt2(dropout: float) -> nn.Module:
         vocab_size=VOCAB_SIZE,
         n_positions=SEQ_LEN + 1,
         n_embd=DIM,
-        n_layer=4,
+        n_layer=DEPTH,
         n_head=NUM_HEADS,
         resid_pdrop=dropout,
         embd_pdrop=dropout,

@@ -7,7 +7,6 @@ so are the generators of torch, numpy and Python.
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 from collections import OrderedDict, deque
@@ -125,7 +124,7 @@ def function_as_before(function: Any) -> Iterator[None]:
     held = {name: variables[name] for name in names if name in variables}
     values = [cell.cell_contents for cell in cells]
     contents = [
-        (value, copy.copy(value))
+        (value, _items(value))
         for value in (*values, *held.values(), getattr(function, "__dict__", {}))
         if type(value) in _CONTAINERS
     ]
@@ -152,7 +151,16 @@ def _filled(cell: Any) -> bool:
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 
 
-def _refill(value: Any, items: Any) -> None:
+def _items(value: Any) -> tuple[Any, ...]:
+    """What is in a container. Most are empty: a module has a dozen of them, for hooks."""
+    if not value:
+        return ()
+    return tuple(value.items() if isinstance(value, dict) else value)
+
+
+def _refill(value: Any, items: tuple[Any, ...]) -> None:
+    if not value and not items:
+        return
     value.clear()
     if isinstance(value, list | deque):
         value.extend(items)
@@ -169,15 +177,11 @@ class Attributes:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.held = dict(module.__dict__)
-        self.inside = {
-            name: copy.copy(value)
-            for name, value in self.held.items()
-            if type(value) in _CONTAINERS
-        }
+        self.inside = [(v, _items(v)) for v in self.held.values() if type(v) in _CONTAINERS]
 
     def put_back(self) -> None:
         """The module is as it was."""
         self.module.__dict__.clear()
         self.module.__dict__.update(self.held)
-        for name, items in self.inside.items():
-            _refill(self.held[name], items)
+        for value, items in self.inside:
+            _refill(value, items)
