@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 import whale as wh
+from tests.distributed.beside import beside
 from tests.ranks import run_ranks
 
 STEPS, ROWS = 9, 20
@@ -86,53 +86,52 @@ class ShowsTheLast(Counting):
         return torch.tanh(h)
 
 
+class MixesLargeNumbers(Counting):
+    """By what the rows are, which no attribute tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return h / x.abs().max().clamp(min=10.0) * 10.0
+
+
 REFUSED: tuple[Callable[[], Counting], ...] = (
-    MixesRows, MixesAndDrops, MixesManyRows, KeepsAMean, KeepsAList,
+    MixesRows, MixesAndDrops, MixesManyRows, MixesLargeNumbers, KeepsAMean, KeepsAList,
 )  # fmt: skip
 EXACT: tuple[Callable[[], Counting], ...] = (WarmsUp, ShowsTheLast)
+LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "data": lambda: {"": wh.replicate()},
+    "stages": lambda: {"0": wh.stage(), "1": wh.stage()},
+}
 
 
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.1)
-
-
-def on_rank() -> list[tuple[str, str | float]]:
+def on_rank(layout: str, number: int) -> str | float:
     wh.init()
     torch.set_default_dtype(torch.float64)
-    found: list[tuple[str, str | float]] = []
-    for kind in (*REFUSED, *EXACT):
-        torch.manual_seed(0)
-        model = nn.Sequential(kind(), nn.Linear(6, 6))
-        batch = (torch.randn(ROWS, 6), torch.randn(ROWS, 6))
-        plain = copy.deepcopy(model)
-        optimizer, losses = sgd(plain.parameters()), []
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            value = F.mse_loss(plain(batch[0]), batch[1])
-            value.backward()
-            optimizer.step()
-            losses.append(value.item())
-        try:
-            step = wh.parallelize(
-                wh.annotate(model, {"": wh.replicate()}),
-                optimizer=sgd,
-                batch=batch,
-                loss=F.mse_loss,
-                config={"timeout_seconds": 20},
-            )
-            far = max(abs(float(step(batch)["loss"]) - want) for want in losses)
-            step.close(forget=True)
-            found.append((kind.__name__, far))
-        except wh.WhaleError as error:
-            found.append((kind.__name__, str(error)))
-    return found
+    torch.manual_seed(0)
+    kind = (*REFUSED, *EXACT)[number]
+    x, y = torch.randn(ROWS, 6), torch.randn(ROWS, 6)
+    large = x * torch.linspace(1.0, 20.0, ROWS)[:, None] if kind is MixesLargeNumbers else x
+    batches = [(x, y)] * 3 + [(large, y)] * (STEPS - 3)
+    return beside(nn.Sequential(kind(), nn.Linear(6, 6)), batches, LAYOUTS[layout]())
+
+
+def check(layout: str, num_ranks: int, kinds: Sequence[Callable[[], Counting]]) -> None:
+    for kind in kinds:
+        # In stages of their own ranks are told by the one that refuses, and end.
+        number = (*REFUSED, *EXACT).index(kind)
+        for result in run_ranks(num_ranks, on_rank, layout, number, timeout=60.0):
+            assert isinstance(result, str) == (kind in REFUSED), (kind, result)
+            assert isinstance(result, str) or result < 1e-12, (kind, result)
 
 
 def test_what_begins_late_is_exact_or_refused() -> None:
-    for found in run_ranks(2, on_rank, timeout=90.0):
-        results = dict(found)
-        for kind in REFUSED:
-            assert isinstance(results[kind.__name__], str), (kind, results)
-        for kind in EXACT:
-            far = results[kind.__name__]
-            assert isinstance(far, float) and far < 1e-12, (kind, far)
+    check("data", 2, (*REFUSED, *EXACT))
+
+
+def test_what_begins_late_in_stages() -> None:
+    check("stages", 4, (MixesRows, MixesLargeNumbers, WarmsUp))
+
+
+@pytest.mark.full
+def test_all_that_begins_late_in_stages() -> None:
+    check("stages", 4, (*REFUSED, *EXACT))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 import whale as wh
+from tests.distributed.beside import beside
 from tests.ranks import run_ranks
 
 ROWS, WIDTH = 12, 5
@@ -76,10 +74,6 @@ REFUSED = (in_groups, in_halves, row_by_row, with_a_table, of_a_table)
 EXACT = (at_once, twice, two_views, selected, outside_in)
 
 
-def sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(named, lr=0.1)
-
-
 def on_rank() -> dict[str, str | float]:
     wh.init()
     torch.set_default_dtype(torch.float64)
@@ -88,31 +82,7 @@ def on_rank() -> dict[str, str | float]:
         torch.manual_seed(0)
         model = Net(norm)
         batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
-        plain = copy.deepcopy(model)
-        optimizer, losses = sgd(plain.parameters()), []
-        for _ in range(3):
-            optimizer.zero_grad()
-            value = F.mse_loss(plain(batch[0]), batch[1])
-            value.backward()
-            optimizer.step()
-            losses.append(value.item())
-        try:
-            step = wh.parallelize(
-                wh.annotate(model, {"": wh.replicate()}),
-                optimizer=sgd,
-                batch=batch,
-                loss=F.mse_loss,
-                config={"timeout_seconds": 20},
-            )
-        except wh.WhaleError as error:
-            found[norm.__name__] = str(error)
-            continue
-        got = [float(step(batch)["loss"]) for _ in losses]
-        state = step.state_dict()
-        far = [abs(a - b) for a, b in zip(got, losses, strict=True)]
-        far += [float((state[k] - v).abs().max()) for k, v in plain.state_dict().items()]
-        found[norm.__name__] = max(far)
-        step.close(forget=True)
+        found[norm.__name__] = beside(model, [batch] * 3, {"": wh.replicate()})
     return found
 
 

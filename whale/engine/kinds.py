@@ -20,6 +20,7 @@ from torch import nn
 from whale.engine.capture import capture
 from whale.engine.changes import attributes
 from whale.engine.face import bare
+from whale.engine.held import MOST_COPIED
 from whale.engine.look import look
 from whale.engine.rarely import rarely
 from whale.engine.stillness import function_as_before
@@ -39,6 +40,8 @@ _FIRST = 4
 """Kinds that differ in sizes alone, of which each is looked at; then the 8th, 16th, ...; the same
 of batches, where the model counts them.
 """
+_AGAIN = (8, 64)
+"""Batches of a known kind that are looked at too, where nothing else tries the rows of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Kinds:
         judge: Whether the plan's splits are still offered.
         outputs: Named outputs, as they are merged.
         check_parts: Whether parts are tried against the whole.
+        rechecked: Whether the rows of steps are tried anyway, as they train (`engine.recheck`).
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Kinds:
         *,
         outputs: Mapping[str, Merge],
         check_parts: bool,
+        rechecked: bool,
     ) -> None:
         self.outputs = outputs
         self.model, self.running, self.loss, self.plan = model, running, loss, plan
@@ -94,6 +99,8 @@ class Kinds:
         replicas = max(len(stage.virtual_device.replicas) for stage in plan.stages)
         parts = replicas > 1 or plan.num_micro_batch > 1
         self.needed = self.splits or parts or len(plan.stages) > 1
+        small = sum(p.numel() for p in model.parameters()) <= MOST_COPIED
+        self.again = parts and check_parts and small and not rechecked
         self._seen: set[Hashable] = set()
         self._values: set[Hashable] = set()
         self._sizes = self._uses = 0
@@ -115,7 +122,8 @@ class Kinds:
         if not self.needed:
             return
         self._uses += 1
-        late = rarely(self._uses, _FIRST) and self._moved()
+        late = rarely(self._uses, _FIRST) and bool(self._moved())
+        late = late or (self.again and self._uses in _AGAIN)
         new = self._is_new(_Kind(signature, settings, flags_of(self.running)))
         if not new and not late:
             return
@@ -134,7 +142,8 @@ class Kinds:
             said = "; ".join(text for text in (lines["tensors"], lines["values"]) if text)[:300]
             return f"on a batch of another kind than the first ({said})"
         moved = ", ".join(f"{name} = {value!r}" for _, name, value in self._moved()[:3])
-        return f"as the model's code runs after {self._uses - 1} batches ({moved})"
+        said = f" ({moved})" if moved else ""
+        return f"on the rows of batch {self._uses}, with the weights from before training{said}"
 
     def _is_new(self, kind: _Kind) -> bool:
         if kind.key in self._seen:

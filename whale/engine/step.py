@@ -96,16 +96,6 @@ class Step:
         names = frozenset(outputs)
         self._variants = Variants(model, plan, lowered, loss, names, rank, batch)
         self._variants.built(self._intake.signature(batch))
-        self._kinds = Kinds(
-            model,
-            lowered.model,
-            loss,
-            plan,
-            judge,
-            outputs=outputs,
-            check_parts=config.check_parts,
-        )
-        self._kinds.built(self._intake.signature(batch), ())
         self._gatherer = Gatherer(model, plan, lowered, rank)
         weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)
         self._recheck = recheck(
@@ -118,6 +108,17 @@ class Step:
             lowered.surroundings,
             changes.names,
         )
+        self._kinds = Kinds(
+            model,
+            lowered.model,
+            loss,
+            plan,
+            judge,
+            outputs=outputs,
+            check_parts=config.check_parts,
+            rechecked=self._recheck is not None,
+        )
+        self._kinds.built(self._intake.signature(batch), ())
         apart = frozenset(norms_of_own_rows(plan, model))
         held = held_tensors(plan, lowered.model, apart)
         self._guard = Guard(held, rank, plan.num_ranks, lowered.device)
