@@ -21,10 +21,9 @@ from whale.engine.differences import allowed, close
 from whale.engine.held import MOST_COPIED, held, with_noise
 from whale.engine.program import Program, ValueSpec
 from whale.engine.replay import Replay
-from whale.engine.stages import cut
+from whale.engine.stages import parts_of
 from whale.engine.weights import copied
 from whale.errors import CaptureError
-from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan
 from whale.nn.router_losses import has_router_losses
 from whale.runtime import batch as batches
@@ -79,11 +78,8 @@ def _crossings(plan: Plan, captured: Captured) -> Iterator[_Crossing]:
     program = captured.program
     if len(plan.stages) == 1 or program is None:
         return
-    stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
-    places = [stage_of_path[layer.path] for layer in captured.graph.layers]
-    stage_of_op, _ = assign_stages(captured.graph.nodes, places)
     origins, by_rows = program.origins(), _by_rows(program)
-    for part in cut(program, stage_of_op, len(plan.stages), captured.result):
+    for part in parts_of(plan, captured.graph, program, captured.result):
         for source, values in part.incoming.items():
             if _shares(plan, source) == _shares(plan, part.index):
                 continue

@@ -22,7 +22,7 @@ from torch import nn
 
 from whale.engine.weights import copied
 from whale.errors import PlanError
-from whale.ir.model_graph import assign_stages
+from whale.ir.model_graph import placed
 from whale.ir.plan import Plan
 from whale.nn.forwards import global_forward_hooks
 from whale.nn.moe.layer import MoE
@@ -334,9 +334,7 @@ def _refuse_shared(plan: Plan, model: nn.Module, changes: Iterable[str]) -> None
 
 def _readers(plan: Plan, captured: Any) -> dict[str, set[int]]:
     """The stages whose glue reads a tensor of the model, by its name."""
-    stage_of = {path: t.stage for t in plan.taskgraphs for path in t.layers}
-    layers = [stage_of[layer.path] for layer in captured.graph.layers]
-    stages, _ = assign_stages(captured.graph.nodes, layers)
+    stages, _ = placed(captured.graph, plan.taskgraphs)
     found: dict[str, set[int]] = {}
     for op, stage in zip(captured.program.ops, stages, strict=True):
         for name in op.state:

@@ -23,6 +23,7 @@ from whale.engine.changes import (
     refuse_cut,
 )
 from whale.engine.parts import check_parts
+from whale.engine.relay import check_relay
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
 from whale.runtime.outputs import Merge
@@ -80,6 +81,7 @@ def look(
         check_borders(model, batch, plan, captured, training=training)
         changes = replace(changes, names=changes.names | trial.written)
     refuse_cut(plan, changes)
+    check_relay(model, batch, loss, plan, captured, training=training)
     if training:
         check_backwards(model, batch, loss, plan)
     return Looked(changes=changes, trial=trial)

@@ -22,13 +22,12 @@ from whale.engine.loss_parts import LossParts, loss_parts
 from whale.engine.program import Program, ValueSpec
 from whale.engine.random import Surroundings, install_randomness, with_heads
 from whale.engine.rules import install
-from whale.engine.stages import CutStage, WholeStage, check_outputs, cut
+from whale.engine.stages import CutStage, WholeStage, check_outputs, parts_of
 from whale.engine.weights import local_copy
 from whale.errors import PlanError
 from whale.ir.check import check_offers, check_order
 from whale.ir.homes import rank_buckets, sum_groups
 from whale.ir.levels import level_groups
-from whale.ir.model_graph import assign_stages
 from whale.ir.plan import Plan, SplitLayer
 from whale.ir.sharding import Piece
 from whale.nn.batch_norm import OwnBatchNorm, install_synced
@@ -191,15 +190,7 @@ def make_stages(
     if len(plan.stages) == 1:
         return {s: WholeStage(local, loss, outputs, surroundings, p) for s, p in loss_parts.items()}
     assert captured.program is not None
-    stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
-    stage_of_layer = [stage_of_path[layer.path] for layer in captured.graph.layers]
-    stage_of_op, edges = assign_stages(captured.graph.nodes, stage_of_layer)
-    if edges != plan.schedule.edges:
-        raise PlanError(
-            f"values travel between stages {edges}, the plan's schedule has {plan.schedule.edges}",
-            hint="make the plan again for this model and batch",
-        )
-    parts = cut(captured.program, stage_of_op, len(plan.stages), captured.result)
+    parts = parts_of(plan, captured.graph, captured.program, captured.result)
     check_outputs(parts, captured.result, outputs)
     return {
         s: CutStage(parts[s], local, outputs, surroundings, device, own)

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from whale.engine.modes import PLAIN, Mode
@@ -63,6 +64,23 @@ class Rows:
 
     slope: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """A `range` with a bound that grows with the rows of the batch."""
+
+    start: int | Rows
+    stop: int | Rows
+    step: int | Rows
+
+    def at(self, rows: int) -> range:
+        """It for that many rows."""
+        start, stop, step = (
+            n.slope * rows + n.offset if isinstance(n, Rows) else n
+            for n in (self.start, self.stop, self.step)
+        )
+        return range(start, stop, step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +233,8 @@ def run_ops(
             return values[leaf.index]
         if isinstance(leaf, Rows):
             return leaf.slope * rows + leaf.offset
+        if isinstance(leaf, RowRange):
+            return leaf.at(rows)
         if isinstance(leaf, State):
             return state(leaf.name)
         if isinstance(leaf, Constant):
@@ -312,8 +332,11 @@ def check_rows(program: Program, traced: Program, rows: int) -> None:
         found: list[str] = []
 
         def add(leaf: Any) -> None:
-            bound = leaf.slope * rows + leaf.offset if isinstance(leaf, Rows) else leaf
-            found.append(repr(bound))
+            if isinstance(leaf, Rows):
+                leaf = leaf.slope * rows + leaf.offset
+            elif isinstance(leaf, RowRange):
+                leaf = leaf.at(rows)
+            found.append(repr(leaf))
 
         visit((op.args, op.kwargs), add, _COMPARED)
         return found
@@ -331,7 +354,7 @@ def check_rows(program: Program, traced: Program, rows: int) -> None:
 
 
 _PLAIN = (Ref, State, bool, int, float, str, type(None), torch.dtype)
-_COMPARED = (Ref, State, Constant, Rows, bool, int, float, str, torch.dtype)
+_COMPARED = (Ref, State, Constant, Rows, RowRange, range, bool, int, float, str, torch.dtype)
 
 
 def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
@@ -346,6 +369,9 @@ def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
             _merge_tree(a.stop, b.stop, rows, where),
             _merge_tree(a.step, b.step, rows, where),
         )
+    if isinstance(a, range) and isinstance(b, range) and a != b:
+        bounds = ((a.start, b.start), (a.stop, b.stop), (a.step, b.step))
+        return RowRange(*(_merge_tree(x, y, rows, where) for x, y in bounds))
     hint = "put arithmetic on the batch size inside one annotated module"
     if isinstance(a, tuple | list | dict) and isinstance(b, tuple | list | dict):
         raise CaptureError(
@@ -359,12 +385,22 @@ def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
             return Rows(slope, a - slope * rows[0])
     elif isinstance(a, _PLAIN) and isinstance(b, _PLAIN) and repr(a) != repr(b):
         pass
+    elif isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and not _same_arrays(a, b):
+        raise CaptureError(
+            f"{where}: an array of numpy in the glue is of shape {a.shape} for {rows[0]} rows and "
+            f"{b.shape} for {rows[1]}, or has other values",
+            hint="make it a tensor, by torch's functions (torch.arange instead of numpy.arange)",
+        )
     else:
         return a
     raise CaptureError(
         f"{where}: a constant of the glue is {a!r} for {rows[0]} rows and {b!r} for {rows[1]}",
         hint=hint,
     )
+
+
+def _same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 def _merge_spec(a: ValueSpec, b: ValueSpec, rows: tuple[int, int], index: int) -> ValueSpec:

@@ -7,10 +7,10 @@ several run the recorded glue around the user's Layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from whale.engine.loss_parts import LossParts
 from whale.engine.program import Op, Program, Ref, ValueSpec, run_ops, tree_map
 from whale.engine.random import Surroundings
 from whale.engine.regions import Segment, run_region, segments
-from whale.errors import CaptureError
+from whale.errors import CaptureError, PlanError
+from whale.ir.model_graph import ModelGraph, placed
+from whale.ir.plan import Plan
 from whale.nn.column_shard import plain
 from whale.runtime import batch as batches
 from whale.runtime.executor import Outcome
@@ -100,6 +102,19 @@ def cut(
             for value in values:
                 _check_border(program, program.specs[value], producer[value])
     return stages
+
+
+def parts_of(
+    plan: Plan, graph: ModelGraph, program: Program, result: dict[str, Any]
+) -> list[StageProgram]:
+    """The program cut as a plan says."""
+    stage_of_op, edges = placed(graph, plan.taskgraphs)
+    if edges != plan.schedule.edges:
+        raise PlanError(
+            f"values travel between stages {edges}, the plan's schedule has {plan.schedule.edges}",
+            hint="make the plan again for this model and batch",
+        )
+    return cut(program, stage_of_op, len(plan.stages), result)
 
 
 def check_outputs(
@@ -198,6 +213,18 @@ def called(layer: nn.Module) -> Callable[..., Any]:
     return partial(nn.Module.__call__, layer) if own else layer
 
 
+class Around(Protocol):
+    """What a stage's forward runs in: see `engine.random`."""
+
+    def around(self) -> AbstractContextManager[None]:
+        """Around one forward."""
+        ...
+
+    def before(self, op: Op) -> None:
+        """Before each operation of it."""
+        ...
+
+
 class CutStage:
     """One of several stages: its Layers, and the recorded glue around them."""
 
@@ -206,7 +233,7 @@ class CutStage:
         part: StageProgram,
         model: nn.Module,
         outputs: frozenset[str],
-        surroundings: Surroundings,
+        surroundings: Around,
         device: torch.device,
         parts: LossParts,
     ) -> None:
@@ -245,10 +272,9 @@ class CutStage:
         assert isinstance(value, torch.Tensor)
         return value
 
-    def _check_dtypes(self, values: Mapping[int, torch.Tensor]) -> None:
+    def _check_dtypes(self, ops: Sequence[Op], values: Mapping[int, torch.Tensor]) -> None:
         """Glue may hold the dtype of what a Layer gave in the trace (`mask.to(x.dtype)`)."""
-        self._checked = True
-        for op in self.part.ops:
+        for op in ops:
             for value in op.outputs if op.layer is not None else ():
                 found, traced = values[value].dtype, self.part.dtypes[value]
                 if found != traced:
@@ -269,13 +295,14 @@ class CutStage:
         def run(ops: Sequence[Op], values: dict[int, torch.Tensor]) -> None:
             before = self.surroundings.before
             run_ops(ops, values, rows, self.layers, self._state, self.device, before)
+            if not self._checked:
+                self._check_dtypes(ops, values)
 
         with self.surroundings.around(), self.parts.around(self.model):
             self._run(self.head, values, run)
             with tracker or nullcontext():
                 self._run(self.tail, values, run)
-        if not self._checked:
-            self._check_dtypes(values)
+        self._checked = True
         sent = {v for group in self.outgoing.values() for v in group}
         outcome = Outcome(values={v: plain(values[v]) for v in sorted(sent)})
         if self.part.result is not None:

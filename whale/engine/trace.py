@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -173,6 +174,8 @@ class GlueTracer(TorchFunctionMode):
 
         def leaf(item: Any) -> Any:
             nonlocal pure
+            if isinstance(item, np.generic):
+                return item.item()  # numpy's numbers, of a shape, say, are followed as Python's
             if not isinstance(item, torch.Tensor):
                 # A key-value cache has no use in training, and one kept from the trace would be
                 # stale.

@@ -27,7 +27,7 @@ from whale.engine.rarely import rarely
 from whale.engine.replay import gives_the_same
 from whale.engine.stillness import function_as_before
 from whale.errors import CaptureError, WhaleError
-from whale.ir.model_graph import assign_stages
+from whale.ir.model_graph import placed
 from whale.ir.plan import Plan
 from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
@@ -231,8 +231,7 @@ def _check_same_model(captured: Captured, plan: Plan, signature: Signature) -> N
     homes = {home.name: home for home in plan.homes}
     misplaced: list[str] = []
     if not unknown:
-        places = [stage_of_path[layer.path] for layer in captured.graph.layers]
-        stage_of_op, _ = assign_stages(captured.graph.nodes, places)
+        stage_of_op, _ = placed(captured.graph, plan.taskgraphs)
         for node, stage in zip(captured.graph.nodes, stage_of_op, strict=True):
             read = node.params
             if node.layer is not None:

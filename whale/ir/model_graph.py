@@ -473,6 +473,15 @@ def assign_stages(
     return tuple(stages), tuple(sorted(edges))
 
 
+def placed(
+    graph: ModelGraph, taskgraphs: Sequence[Any]
+) -> tuple[tuple[int | None, ...], tuple[tuple[int, int], ...]]:
+    """`assign_stages` with Layers in the stages of a plan's TaskGraphs."""
+    stage_of = {path: taskgraph.stage for taskgraph in taskgraphs for path in taskgraph.layers}
+    return assign_stages(graph.nodes, [stage_of[layer.path] for layer in graph.layers])
+
+
+
 def _reduces(nodes: Sequence[Node], node: Node, reduced: set[int]) -> bool:
     """Whether glue makes values without rows of values with rows, and changes none in place."""
     if any(value.nbytes.per_row for value in node.made) or node.name in IN_PLACE:

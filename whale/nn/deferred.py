@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +23,26 @@ from whale.runtime.compat import in_transform
 from whale.runtime.context import step_backward
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The weight gradients of one call of a module."""
+
+    out: torch.Tensor
+    grad: torch.Tensor
+    weights: tuple[torch.Tensor, ...]
+
+    def __call__(self) -> None:
+        """Computes them, and adds them to those there are."""
+        torch.autograd.backward(self.out, self.grad, inputs=list(self.weights))
+
+
 class WeightQueue:
     """Weight gradients of the backward now running, to be computed when the schedule says W."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Callable[[], None]] = deque()
+        self.waiting: deque[Later] = deque()
 
-    def push(self, work: Callable[[], None]) -> None:
+    def push(self, work: Later) -> None:
         """Adds the weight gradients of one module."""
         self.waiting.append(work)
 
@@ -37,7 +51,7 @@ class WeightQueue:
         for work in self.take():
             work()
 
-    def take(self) -> list[Callable[[], None]]:
+    def take(self) -> list[Later]:
         """All that waits, in order; the queue is empty after."""
         found = list(self.waiting)
         self.waiting.clear()
@@ -63,7 +77,7 @@ class _Defer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        inside, out, weights = ctx.inside, ctx.out, list(ctx.weights)
+        inside, out = ctx.inside, ctx.out
         if torch.is_grad_enabled() or not step_backward.running:
             raise PlanError(
                 "the model differentiates inside its forward (torch.autograd.grad) through a "
@@ -73,11 +87,7 @@ class _Defer(torch.autograd.Function):
         grad = None
         if inside.requires_grad:
             (grad,) = torch.autograd.grad(out, inside, grads[0], retain_graph=True)
-
-        def later() -> None:
-            torch.autograd.backward(out, grads[0], inputs=weights)
-
-        ctx.queue.push(later)
+        ctx.queue.push(Later(out, grads[0], ctx.weights))
         ctx.inside = ctx.out = None
         return (grad, None, None, None, *([None] * ctx.num_anchors))
 

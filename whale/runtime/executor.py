@@ -19,7 +19,7 @@ from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
-from whale.runtime import transfers
+from whale.runtime import recompute, transfers
 from whale.runtime.clock import StepClock
 from whale.runtime.compat import is_fake
 from whale.runtime.context import StepContext, step_backward
@@ -56,10 +56,23 @@ class StageModule(Protocol):
         ...
 
 
+class WeightGradient(Protocol):
+    """The weight gradients of one call of a module."""
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """Whose gradients they are."""
+        ...
+
+    def __call__(self) -> None:
+        """Computes them, and adds them to those there are."""
+        ...
+
+
 class DeferredWork(Protocol):
     """Weight gradients that a backward left for later: see `nn.deferred`."""
 
-    def take(self) -> list[Callable[[], None]]:
+    def take(self) -> Sequence[WeightGradient]:
         """What the backward just run left."""
         ...
 
@@ -98,6 +111,8 @@ class _Flight:
 
     received: dict[int, torch.Tensor]
     outcome: Outcome
+    nested: bool = False
+    """Whether its backward runs backwards inside, each of which adds to gradients by itself."""
 
 
 @dataclass(slots=True)
@@ -142,7 +157,7 @@ class Executor:
         self.borders, self.channels, self.context = borders, channels, context
         self.device = device
         self.queue = queue
-        self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._deferred: dict[tuple[int, int], Sequence[WeightGradient]] = {}
         self.skips = skips
         """Stages that may be left out where a replica has no rows.
 
@@ -199,7 +214,9 @@ class Executor:
             if self.on_action is not None:
                 self.on_action(index, action)
             remaining = ends.get(index)
-            if remaining is not None and grads is not None:
+            flight = self._flights.get((action.stage, action.micro_batch))
+            nested = flight is not None and flight.nested
+            if remaining is not None and grads is not None and not nested:
                 grads.arm(action.stage, remaining)
             getattr(self, f"_do_{action.kind}")(action)
             if remaining is not None and grads is not None:
@@ -241,12 +258,14 @@ class Executor:
                 if self.borders[value].grad and torch.is_grad_enabled():
                     tensor.requires_grad_()
                 received[value] = tensor
+        given = {value: transfers.opened(tensor) for value, tensor in received.items()}
         # A micro-batch without a row anywhere is none: one device has no such forward either.
         if rows == 0 and (stage in self.skips or self.context.micro_rows == 0):
             self._forward_nothing(stage, micro_batch, received)
             return
-        begun = self.clock.begin_compute()
-        outcome = self._forward(module, part, received, rows)
+        begun, reentrant = self.clock.begin_compute(), recompute.num_reentrant()
+        outcome = self._forward(module, part, given, rows)
+        nested = recompute.num_reentrant() > reentrant
         self.clock.end_compute(begun, "F", stage, rows)
         made = [*outcome.values.values(), *([] if outcome.loss is None else [outcome.loss.total])]
         if any(is_fake(tensor) for tensor in made):
@@ -266,7 +285,7 @@ class Executor:
                 self._totals.named.append((self.context.first_row, rows, named))
             outcome.named = {}
         if torch.is_grad_enabled():
-            self._flights[stage, micro_batch] = _Flight(received, outcome)
+            self._flights[stage, micro_batch] = _Flight(received, outcome, nested)
         self._hand_over(stage, micro_batch, outcome)
 
     def _forward(
@@ -319,10 +338,16 @@ class Executor:
         self._hand_over(stage, micro_batch, outcome)
 
     def _hand_over(self, stage: int, micro_batch: int, outcome: Outcome) -> None:
-        """Values for a stage of the same device group stay here; the rest is kept for the sends."""
+        """Values for a stage of the same device group stay here; the rest is kept for the sends.
+
+        Those that stay are copies: the other stage may write to them, and this one's backward may
+        still need what it made.
+        """
         for target, values in self.stages[stage].outgoing.items():
             for value in values:
-                self._local["F", target, micro_batch, stage, value] = outcome.values[value].detach()
+                made = outcome.values[value].detach()
+                kept = made.clone() if target in self.stages else made
+                self._local["F", target, micro_batch, stage, value] = kept
 
     def _do_B(self, action: Action) -> None:  # noqa: N802
         stage, micro_batch = action.stage, action.micro_batch
@@ -375,7 +400,12 @@ class Executor:
 
     def _do_W(self, action: Action) -> None:  # noqa: N802
         begun = self.clock.begin_compute()
-        for work in self._deferred.pop((action.stage, action.micro_batch)):
+        works = self._deferred.pop((action.stage, action.micro_batch))
+        last = {id(weight): index for index, work in enumerate(works) for weight in work.weights}
+        for index, work in enumerate(works):
+            if self._grads is not None:  # of a module that was called again, more is to come
+                more = [weight for weight in work.weights if last[id(weight)] > index]
+                self._grads.unfinished = frozenset(map(id, more))
             work()
         self.clock.end_compute(begun, "W", action.stage, 1)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from whale.errors import WhaleError
 from whale.ir.homes import Bucket, Slice
 from whale.ir.sharding import Piece
 from whale.runtime import compat
@@ -130,6 +131,8 @@ class GradientBuckets:
         self.armed: set[str] = set()
         self.touched: set[str] = set()
         """Parameters that got a gradient in this step, on this rank."""
+        self.unfinished: frozenset[int] = frozenset()
+        """Ids of parameters whose gradient, though it is the last backward, is yet in parts."""
         self.next = 0
         self.on_launch: Callable[[int], None] | None = None
         self._hooks = [
@@ -148,9 +151,17 @@ class GradientBuckets:
         self.loose.clear()
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        def accumulated(_: torch.Tensor) -> None:
+        def accumulated(param: torch.Tensor) -> None:
             self.touched.add(name)
-            if name in self.armed:
+            if any(item.launched and item.reduces for item in self.of_param[name]):
+                raise WhaleError(
+                    f"a gradient of {name} came after those of all ranks were summed: a backward "
+                    "inside the backward (an autograd.Function that calls `backward`) adds to it "
+                    "once more",
+                    hint="let the Function return its gradients, or use torch.utils.checkpoint; or "
+                    "set communication.bucket_bytes so large that all gradients are one bucket",
+                )
+            if name in self.armed and id(param) not in self.unfinished:
                 self.ready(name)
 
         return accumulated
@@ -199,8 +210,7 @@ class GradientBuckets:
     def finish(self, stage: int, remaining: frozenset[int]) -> None:
         """After the last backward of `stage`: what got no gradient in it is final too."""
         for name in self._final(stage, remaining):
-            if name in self.armed:
-                self.ready(name)
+            self.ready(name)
 
     def ready(self, name: str) -> None:
         """A gradient is final: launches the complete buckets, in the order all ranks share."""

@@ -68,6 +68,12 @@ class _Record:
 WHOLE: dict[type, Callable[[Any], Any]] = {}
 """Tensors of ours whose gradient an autograd.Function would not see: how to make them plain."""
 
+@dataclass(slots=True)
+class _Calls:
+    reentrant: int = 0
+
+
+_calls = _Calls()
 _records: list[_Record] = []
 _scopes: list[Scope] = []
 _watchers: list[Watcher] = []
@@ -81,6 +87,11 @@ def rerunning() -> bool:
 def inside() -> bool:
     """Whether the code now running is a checkpoint's, in its first or a later run."""
     return bool(_records)
+
+
+def num_reentrant() -> int:
+    """Checkpoints of the reentrant kind so far: each runs a backward inside the backward."""
+    return _calls.reentrant
 
 
 def remember(now: Callable[[], _T]) -> _T:
@@ -182,6 +193,7 @@ class _Reentrant:
         if region is not None:
             with region:
                 return run(*args)
+        _calls.reentrant += 1
         return self._function.apply(_Rerun(run), preserve, *args)
 
 

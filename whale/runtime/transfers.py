@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -167,3 +168,26 @@ class Channels:
         self.pending.clear()
         self.sent.clear()
         self.received.clear()
+
+
+class _Opened(torch.autograd.Function):
+    """The same memory under another tensor, which is no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
+        # `set_` makes no view: code may write to one, where a leaf or a view of it allows none.
+        alias = received.new_empty(0)
+        place = received.storage_offset(), received.size(), received.stride()
+        return alias.set_(received.untyped_storage(), *place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def opened(received: torch.Tensor) -> torch.Tensor:
+    """What a stage computes with: as in the whole model, code may write to it in place."""
+    if not received.requires_grad:
+        return received
+    alias: torch.Tensor = _Opened.apply(received)
+    return alias

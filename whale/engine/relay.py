@@ -1,0 +1,290 @@
+"""Relay: the stages of a pipeline one after another in this process, beside the model's own code.
+
+Place in the flow: called by `engine.look` before lowering, and for each further kind of batch. A
+trace sees torch functions. It does not see a view that is edited after its base was sent, a list
+that one Layer fills and another empties, a count that numpy made of the batch's shape. So the
+stages run here as they will on their ranks, each on a copy of the model and with copies of what is
+sent, and what they give together must be what the model gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whale.engine.capture import Captured
+from whale.engine.differences import GRADIENT, allowed, close
+from whale.engine.held import MOST_COPIED, with_noise
+from whale.engine.loss_parts import LossParts
+from whale.engine.program import Op
+from whale.engine.random import place_draws
+from whale.engine.replay import Replay
+from whale.engine.stages import CutStage, StageProgram, parts_of
+from whale.engine.weights import copied
+from whale.errors import CaptureError, WhaleError
+from whale.ir.plan import Plan
+from whale.nn.randomness import PlainDraws
+from whale.runtime import batch as batches
+from whale.runtime.compat import about_fakes
+from whale.runtime.transfers import opened
+
+_ROWS, _FEW_ROWS = 5, 4
+"""Rows that run: others than those of the traces, whose constants would hide in them."""
+_LARGE = 1e9
+"""Parameters times elements of a row, from which on fewer rows run."""
+_MOST = 10 * MOST_COPIED
+"""Parameters of the largest model that is tried."""
+_FLOOR = 1e-3
+"""Of the largest gradient: what is smaller than this is compared as if it were as large."""
+_HINT = (
+    "code between stages may not change a tensor, list, dict or object that another stage reads "
+    "(through a view of it, `detach()`, `out=`, or inside a Layer that is given it), nor count "
+    "rows by other means than torch: put it inside one annotated module, or let the stage that "
+    "changes a value return it"
+)
+
+
+def check_relay(
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    plan: Plan,
+    captured: Captured,
+    *,
+    training: bool,
+) -> None:
+    """Raises CaptureError where the stages, each by itself, are not the model.
+
+    Compared are the loss, the gradients, what is in buffers afterwards. Nothing is tried on the
+    meta device, nor where the model's own code does not run on a few rows.
+    """
+    program = captured.program
+    tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
+    size = sum(p.numel() for p in model.parameters())
+    if len(plan.stages) == 1 or program is None or size > _MOST or any(t.is_meta for t in tensors):
+        return
+    parts = parts_of(plan, captured.graph, program, captured.result)
+    total = batches.num_rows(batch)
+    width = max(t.numel() // total for t in batches.leaves(batch) if batches.has_rows(t, total))
+    rows = min(_FEW_ROWS if size * width > _LARGE else _ROWS, total)
+    team = _Team(model, parts, captured, training, size)
+    few = batches.spread_rows(batch, rows, team.device)
+    try:
+        want = team.alone(few, loss)
+    except Exception:  # noqa: BLE001 - other trials, or the step itself, say what is wrong
+        return
+    try:
+        got = team.together(few)
+    except WhaleError:
+        raise
+    except Exception as error:
+        if about_fakes(error):
+            raise
+        raise CaptureError(
+            f"the model runs on {rows} rows, but its {len(parts)} stages do not, each by itself: "
+            f"{type(error).__name__}: {error}"[:600],
+            hint=_HINT,
+        ) from error
+    what = _difference(want, got)
+    if what:
+        raise CaptureError(
+            f"the {len(parts)} stages, each run by itself on {rows} rows, do not compute what the "
+            f"model does: {what}",
+            hint=_HINT,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a forward and its backward gave."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    """Those that were changed."""
+
+
+class _Beside:
+    """What a stage runs in here: draws of the same names as in the whole model."""
+
+    def __init__(self, draws: PlainDraws) -> None:
+        self.names = draws.names
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around one forward."""
+        self.names.begin()
+        yield
+
+    def before(self, op: Op) -> None:
+        """Before an operation."""
+        place_draws(self.names, op)
+
+
+class _Team:
+    """A model, and its stages with a copy each."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: list[StageProgram],
+        captured: Captured,
+        training: bool,
+        size: int,
+    ) -> None:
+        assert captured.program is not None
+        self.parts, self.specs, self.training = parts, captured.program.specs, training
+        self.program, self.dims = captured.program, captured.random.dims
+        copies = size * len(parts) <= MOST_COPIED
+        self.model = with_noise(copied(model)) if size <= MOST_COPIED else model
+        self.models = [copied(self.model) if copies else self.model for _ in parts]
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    @contextmanager
+    def _drawing(self, model: nn.Module, rows: int) -> Iterator[PlainDraws]:
+        flags = [(module, module.training) for module in model.modules()]
+        if not self.training or not model.training:
+            for module, _ in flags:
+                module.training = self.training
+        replay = Replay(model, self.program, self.dims)
+        try:
+            with torch.set_grad_enabled(self.training), replay.drawing(0, rows, rows) as draws:
+                yield draws
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+    def alone(self, batch: Any, loss: batches.Loss | None) -> _Ran:
+        """The model's own code."""
+        model, rows = self.model, batches.num_rows(batch)
+        with _without_gradients([model]), self._drawing(model, rows):
+            before = _buffers(model)
+            value = batches.call_model(model, loss, batches.own(batch))["loss"]
+            if self.training and value.requires_grad:
+                torch.autograd.backward(value)
+            return _Ran(value.detach(), _gradients([model]), _changed(before, _buffers(model)))
+
+    def together(self, batch: Any) -> _Ran:
+        """The stages, one after the other; then their backwards, the last one first."""
+        rows = batches.num_rows(batch)
+        with _without_gradients(self.models), ExitStack() as stack:
+            before = [_buffers(model) for model in self.models]
+            sent: dict[int, Tensor] = {}
+            flights = []
+            value: Tensor | None = None
+            for part, model in zip(self.parts, self.models, strict=True):
+                draws = stack.enter_context(self._drawing(model, rows))
+                whole = LossParts(context=draws.names.context, weighing=None, whole=True)
+                stage = CutStage(part, model, frozenset(), _Beside(draws), self.device, whole)
+                received = {v: self._arrived(v, sent[v]) for v in _values(part.incoming)}
+                given = {v: opened(t) for v, t in received.items()}
+                outcome = stage.forward(batches.own(batch), given, rows)
+                sent.update(outcome.values)
+                flights.append((outcome.values, received))
+                if outcome.loss is not None:
+                    value = outcome.loss.total
+            assert value is not None
+            if self.training:
+                self._backward(value, flights)
+            changed: dict[str, Tensor] = {}
+            for model, old in zip(self.models, before, strict=True):
+                changed.update(_changed(old, _buffers(model)))
+            return _Ran(value.detach(), _gradients(self.models), changed)
+
+    def _arrived(self, value: int, tensor: Tensor) -> Tensor:
+        arrived = tensor.detach().clone()
+        return arrived.requires_grad_() if self.training and self.specs[value].grad else arrived
+
+    def _backward(
+        self, loss: Tensor, flights: list[tuple[dict[int, Tensor], dict[int, Tensor]]]
+    ) -> None:
+        """As the executor runs them."""
+        came_back: dict[int, Tensor] = {}
+        for part, (made, received) in zip(reversed(self.parts), reversed(flights), strict=True):
+            roots = [v for v in made if v in came_back and made[v].requires_grad]
+            ends = [made[v] for v in roots]
+            seeds: list[Tensor | None] = [came_back[v] for v in roots]
+            if part.result is not None and loss.requires_grad:
+                ends.append(loss)
+                seeds.append(None)
+            if ends:
+                torch.autograd.backward(ends, seeds)
+            for value, tensor in received.items():
+                if tensor.grad is not None:
+                    known = came_back.get(value)
+                    came_back[value] = tensor.grad if known is None else known + tensor.grad
+
+
+def _values(edges: Any) -> list[int]:
+    return [value for values in edges.values() for value in values]
+
+
+@contextmanager
+def _without_gradients(models: list[nn.Module]) -> Iterator[None]:
+    """Inside, parameters have no gradient yet; those they had are put back."""
+    every = {id(p): p for model in models for p in model.parameters()}
+    before = [(p, p.grad) for p in every.values()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in before:
+            parameter.grad = grad
+
+
+def _gradients(models: list[nn.Module]) -> dict[str, Tensor]:
+    """The sum over the copies; none is zero: what gets none at all is looked for elsewhere."""
+    found: dict[str, Tensor] = {}
+    for model in {id(model): model for model in models}.values():
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad.detach().to_dense()
+                found[name] = found[name] + grad if name in found else grad
+    return found
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for name, tensor in after.items()
+        if name not in before or not close(before[name], tensor, 0.0)
+    }
+
+
+def _difference(want: _Ran, got: _Ran) -> str:
+    """What is not the same; "" if all is."""
+    far = allowed(want.loss.dtype)
+    if not close(want.loss, got.loss, far):
+        return f"their loss is {float(got.loss):.6g}, the model's {float(want.loss):.6g}"
+    largest = max((_size(g) for g in want.gradients.values()), default=0.0)
+    for name in sorted(want.gradients.keys() | got.gradients.keys()):
+        here = want.gradients.get(name, got.gradients.get(name))
+        assert here is not None
+        a = want.gradients.get(name, torch.zeros_like(here))
+        b = got.gradients.get(name, torch.zeros_like(here))
+        if not bool(a.isfinite().all()):
+            continue
+        apart = _size(a - b)
+        if not apart <= GRADIENT * far * max(_size(a), _FLOOR * largest):
+            return f"the gradient of {name} is off by {apart:.2g}, with entries up to {_size(a):.2g}"
+    for name in sorted(want.buffers.keys() | got.buffers.keys()):
+        if name not in got.buffers or name not in want.buffers:
+            who = "the model" if name in want.buffers else "a stage"
+            return f"the buffer {name} is changed by {who} alone"
+        if not close(want.buffers[name], got.buffers[name], far):
+            return f"the buffer {name} differs afterwards"
+    return ""
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
