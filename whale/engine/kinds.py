@@ -22,6 +22,7 @@ from whale.engine.changes import attributes
 from whale.engine.face import bare
 from whale.engine.held import MOST_COPIED
 from whale.engine.look import look
+from whale.engine.novelty import Novelty
 from whale.engine.rarely import rarely
 from whale.engine.stillness import function_as_before
 from whale.engine.variants import Flags, flags_in_training, flags_of, modes_of
@@ -77,6 +78,7 @@ class Kinds:
         outputs: Named outputs, as they are merged.
         check_parts: Whether parts are tried against the whole.
         rechecked: Whether the rows of steps are tried anyway, as they train (`engine.recheck`).
+        example: The batch that was tried at build.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Kinds:
         outputs: Mapping[str, Merge],
         check_parts: bool,
         rechecked: bool,
+        example: Any,
     ) -> None:
         self.outputs = outputs
         self.model, self.running, self.loss, self.plan = model, running, loss, plan
@@ -101,6 +104,7 @@ class Kinds:
         self.needed = self.splits or parts or len(plan.stages) > 1
         small = sum(p.numel() for p in model.parameters()) <= MOST_COPIED
         self.again = parts and check_parts and small and not rechecked
+        self._novelty = Novelty(example) if self.again else None
         self._seen: set[Hashable] = set()
         self._values: set[Hashable] = set()
         self._sizes = self._uses = 0
@@ -124,6 +128,8 @@ class Kinds:
         self._uses += 1
         late = rarely(self._uses, _FIRST) and bool(self._moved())
         late = late or (self.again and self._uses in _AGAIN)
+        if self._novelty is not None and self._novelty.is_new(batch.data, _FIRST):
+            late = True
         new = self._is_new(_Kind(signature, settings, flags_of(self.running)))
         if not new and not late:
             return

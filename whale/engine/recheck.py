@@ -1,9 +1,10 @@
 """Recheck: parts against whole once more, on rows that are being trained on.
 
-Place in the flow: called by Step before steps 1, 2, 4, 8, ... The trial at build knows one batch
-and what `engine.holes` makes of it; later ones may have what neither had. It costs a few
-forwards of a few rows without gradients and no communication, so it runs only where a rank computes
-its rows alone: one stage, nothing split, nothing for which replicas meet.
+Place in the flow: called by Step before the first steps, then before steps 16, 32, ... and before
+those whose batch has something in it that none before had (`engine.novelty`). The trial at build
+knows one batch and what `engine.holes` makes of it; later ones may have what neither had. It costs
+a few forwards of a few rows without gradients and no communication, so it runs only where a rank
+computes its rows alone: one stage, nothing split, nothing for which replicas meet.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.novelty import Novelty
 from whale.engine.rarely import rarely
 from whale.engine.trial_rows import KeyedRuns, Rows
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
+from whale.runtime.batch import LocalBatch
 from whale.runtime.weighing import Weighing
 
 _ROWS = 4
+_STEPS = 8
+"""Steps before each of which rows are tried; then before the 16th, 32nd, ..."""
+_FIRST = 16
+"""Batches with something new of which each is tried; then the 32nd, 64th, ..."""
 _ALL_AT = frozenset({1, 8, 64})
 """Steps before which all rows of a rank's micro-batch are tried: code may look at their number."""
 
@@ -41,12 +48,17 @@ class Recheck:
     keyed: KeyedRuns
     written: Collection[str]
     """What forwards write to."""
+    novelty: Novelty
 
-    def before(self, step: int, batch: Any) -> None:
+    def before(self, step: int, batch: LocalBatch) -> None:
         """Raises where this step's rows show that the loss is not weighed as it should be."""
-        if not rarely(step):
-            return
-        few = self._rows(batch, None if step in _ALL_AT else _ROWS)
+        if self.novelty.is_new(batch.data, _FIRST):
+            for micro_batch in range(self.plan.num_micro_batch):
+                self._try(step, self._rows(batch, micro_batch, None))
+        elif rarely(step, _STEPS):
+            self._try(step, self._rows(batch, 0, None if step in _ALL_AT else _ROWS))
+
+    def _try(self, step: int, few: Any | None) -> None:
         if few is None:
             return
         kind = next((p.dtype for p in self.model.parameters()), torch.float32)
@@ -61,14 +73,15 @@ class Recheck:
                 hint="give parallelize a batch like this one to see it at build",
             ) from error
 
-    def _rows(self, batch: Any, most: int | None) -> Any | None:
-        """The first of this rank's rows, or all of a micro-batch; None: it has too few."""
-        high = micro_batch_cuts(batches.num_rows(batch), self.plan.num_micro_batch)[1]
-        start, end = self.plan.stages[0].virtual_device.rows(self.rank, high)
+    def _rows(self, batch: LocalBatch, micro_batch: int, most: int | None) -> Any | None:
+        """The first of this rank's rows of a micro-batch, or all; None: it has too few."""
+        points = micro_batch_cuts(batches.num_rows(batch), self.plan.num_micro_batch)
+        low, high = points[micro_batch], points[micro_batch + 1]
+        start, end = self.plan.stages[0].virtual_device.rows(self.rank, high - low)
         if end - start < 2:
             return None
-        high = end if most is None else min(end, start + most)
-        return batches.take_rows(batch, start, high, self.device)
+        end = end if most is None else min(end, start + most)
+        return batches.take_rows(batch, low + start, low + end, self.device)
 
 
 def recheck(
@@ -80,8 +93,12 @@ def recheck(
     device: torch.device,
     keyed: KeyedRuns,
     written: Collection[str],
+    example: Any,
 ) -> Recheck | None:
-    """What Step calls; None where a rank cannot compute a loss by itself, or need not."""
+    """What Step calls; None where a rank cannot compute a loss by itself, or need not.
+
+    `example`: the batch that was tried at build.
+    """
     alone = len(plan.stages) == 1 and not any(t.splits for t in plan.taskgraphs)
     meets = any(any(layer.meets) for stage in plan.stages for layer in stage.layers)
     if weighing is None or weighing.joins or not alone or meets or not plan.stages_of(rank):
@@ -95,4 +112,5 @@ def recheck(
         device=device,
         keyed=keyed,
         written=written,
+        novelty=Novelty(example),
     )

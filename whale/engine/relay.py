@@ -276,7 +276,9 @@ def _difference(want: _Ran, got: _Ran) -> str:
             continue
         apart = _size(a - b)
         if not apart <= GRADIENT * far * max(_size(a), _FLOOR * largest):
-            return f"the gradient of {name} is off by {apart:.2g}, with entries up to {_size(a):.2g}"
+            return (
+                f"the gradient of {name} is off by {apart:.2g}, with entries up to {_size(a):.2g}"
+            )
     for name in sorted(want.buffers.keys() | got.buffers.keys()):
         if name not in got.buffers or name not in want.buffers:
             who = "the model" if name in want.buffers else "a stage"

@@ -50,7 +50,7 @@ from whale.runtime.meeting import Details, ElsewhereError, Meetings, wake_others
 from whale.runtime.optimizer import check_apart, check_elementwise, check_no_hooks, make_optimizer
 from whale.runtime.outputs import Merge, merge
 from whale.runtime.signature import autocast, no_autocast
-from whale.runtime.sums import GlobalSums, loss_and_count
+from whale.runtime.sums import GlobalSums, gradient_factor, mean_loss
 
 _LOG = logging.getLogger("whale")
 
@@ -107,6 +107,7 @@ class Step:
             lowered.device,
             lowered.surroundings,
             changes.names,
+            batch,
         )
         self._kinds = Kinds(
             model,
@@ -117,6 +118,7 @@ class Step:
             outputs=outputs,
             check_parts=config.check_parts,
             rechecked=self._recheck is not None,
+            example=batch,
         )
         self._kinds.built(self._intake.signature(batch), ())
         apart = frozenset(norms_of_own_rows(plan, model))
@@ -249,15 +251,15 @@ class Step:
         with self._outsiders.watching(lowered.executor):
             totals = self._run(taken, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
-        loss, count = sums.wait()
+        numbers = sums.wait()
         self._outsiders.after(lowered.executor)
         self._compare_branches(taken)
         max_norm = self._config.optimizer.max_grad_norm
         divide = self._config.communication.gradients_reduce_method == "mean"
-        factor = 1.0 / count if divide else torch.ones_like(count)
-        metrics: dict[str, Any] = {"loss": loss}
+        factor = gradient_factor(numbers) if divide else torch.ones_like(numbers[1])
+        metrics: dict[str, Any] = {"loss": mean_loss(numbers)}
         flags = self._presence.flags(lowered.grads.touched)
-        squares = lowered.grads.square_sum(lowered.device) if max_norm is not None else count
+        squares = lowered.grads.square_sum(lowered.device) if max_norm is not None else factor
         shared = self._sum(torch.cat([squares.double().reshape(1), flags]))
         if max_norm is not None:
             norm = shared[0].sqrt() * factor
@@ -309,7 +311,7 @@ class Step:
                 lowered.model.train()  # modules may do more then than to turn a flag
             for module, flag in flags.items():
                 module.training = flag
-        metrics: dict[str, Any] = {"loss": loss_and_count(self._sum(totals.sums))[0]}
+        metrics: dict[str, Any] = {"loss": mean_loss(self._sum(totals.sums))}
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
 

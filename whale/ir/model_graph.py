@@ -481,7 +481,6 @@ def placed(
     return assign_stages(graph.nodes, [stage_of[layer.path] for layer in graph.layers])
 
 
-
 def _reduces(nodes: Sequence[Node], node: Node, reduced: set[int]) -> bool:
     """Whether glue makes values without rows of values with rows, and changes none in place."""
     if any(value.nbytes.per_row for value in node.made) or node.name in IN_PLACE:

@@ -313,7 +313,12 @@ def cross_entropy(
         return losses
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / (target != ignore_index).sum()
+    count = (target != ignore_index).sum()
+    # As torch has it: without a valid label the mean is nan, and its gradient zero.
+    none = torch.zeros((), dtype=losses.dtype, device=losses.device).masked_fill(
+        count == 0, math.nan
+    )
+    return losses.sum() / count.clamp(min=1) + none
 
 
 def _fits(dims: int, target: Any) -> bool:

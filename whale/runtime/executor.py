@@ -134,7 +134,7 @@ class Totals:
     """A rank's contribution to the step's global numbers."""
 
     sums: torch.Tensor
-    """[3]: what it adds to the loss, to the count, and to the least the count is taken for."""
+    """[4]: the sum of its parts' `Weighed.numbers`."""
     named: list[Part]
 
 
@@ -206,7 +206,7 @@ class Executor:
         self._cuts = micro_batch_cuts(total_rows, self.plan.num_micro_batch)
         self._batch, self._grads = batch, grads
         self.context.batch_rows = total_rows
-        self._totals = Totals(torch.zeros(3, dtype=torch.float64, device=self.device), [])
+        self._totals = Totals(torch.zeros(4, dtype=torch.float64, device=self.device), [])
         last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
         ends = {i: frozenset(s for s, j in last.items() if j > i) for i in last.values()}
         forwards = max((i for i, a in enumerate(actions) if a.kind in ("F", "SF")), default=-1)
@@ -279,8 +279,7 @@ class Executor:
         if outcome.loss is not None:
             _, shard = self.plan.stages[stage].virtual_device.position(self.rank)
             if shard == 0:
-                added = (outcome.loss.total.detach(), outcome.loss.count, outcome.loss.floor)
-                self._totals.sums += torch.stack([number.double() for number in added])
+                self._totals.sums += outcome.loss.numbers
                 named = {name: _detached(value) for name, value in outcome.named.items()}
                 self._totals.named.append((self.context.first_row, rows, named))
             outcome.named = {}

@@ -101,19 +101,28 @@ class FormTable:
 
         A trial sees the side that its rows are on; of a part and of the whole it may be another.
         """
-        if name not in _BENDS or not isinstance(out, Tensor):
-            return None
         # Of `where`, what decides: `where(n > 0, total / n, 0)` is a mean.
         given = list(tensors(args[:1] if name == "where" else args, kwargs))
         made = [form for x in given if (form := self.form(x)) is not None]
+        problem = next((form.problem for form in made if form.problem), "")
         turns = any(id(x) in self._turns for x in given)
-        if not turns and not any(form.summed and forms.has_grad(form) for form in made):
+        bends = name in _BENDS and any(form.summed and forms.has_grad(form) for form in made)
+        if not (problem or turns or bends):
             return None
-        if not out.is_floating_point():
-            self._turns[id(out)] = out
-            return None
-        said = f"the loss is `{name}` of a sum or mean over rows, which may bend in a part of them "
-        return Form(terms=(Term(total=out),), problem=said + "where it does not in all")
+        problem = problem or (
+            f"the loss is `{name}` of a sum or mean over rows, which may bend in a part of them "
+            "where it does not in all"
+        )
+        found: Form | None = None
+        for tensor in tensors((out,), {}):
+            if not tensor.is_floating_point():
+                self._turns[id(tensor)] = tensor
+                continue
+            form = Form(terms=(Term(total=tensor),), problem=problem)
+            found = form if tensor is out else None
+            if tensor is not out:  # of several results
+                self.set(tensor, form)
+        return found
 
     def mark(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, ragged: bool
@@ -357,11 +366,23 @@ def _finite(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> For
 
 
 def _where(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
-    """`where(n > 0, total / n, 0)`."""
+    """`where(n > 0, total / n, 0)`: what is not taken adds nothing."""
     if len(args) != 3 or args[0].dim():
         return None
-    made = [form for x in args[1:] if (form := t.form(x)) is not None]
-    return _forgiving(made[0]) if len(made) == 1 and not made[0].inverse else None
+    taken, other = t.form(args[1]), args[2]
+    picks = args[0]
+    if taken is None:
+        taken, other, picks = t.form(args[2]), args[1], ~args[0]
+    if taken is None or t.form(other) is not None or taken.inverse or taken.floor:
+        return None
+
+    def masked(total: Tensor) -> Tensor:
+        return torch.where(picks, total, torch.zeros_like(total))
+
+    form = _forgiving(forms.each(taken, masked))
+    if isinstance(other, Tensor) and not other.requires_grad and not bool(other.any()):
+        return form
+    return forms.shifted(form, torch.where(picks, torch.zeros_like(out), other), out)
 
 
 def _forgiving(form: Form) -> Form:
@@ -390,7 +411,13 @@ _BENDS = frozenset(
     "clamp clamp_ clamp_min clamp_max clip abs __abs__ abs_ relu relu_ leaky_relu max min maximum "
     "minimum fmax fmin where hardtanh sign floor ceil round trunc gt lt ge le eq ne __gt__ __lt__ "
     "__ge__ __le__ __eq__ __ne__ greater less logical_and logical_or logical_not __and__ __or__ "
-    "__xor__ __invert__ __rand__ __ror__ bitwise_and bitwise_or bitwise_not amax amin".split()
+    "__xor__ __invert__ __rand__ __ror__ bitwise_and bitwise_or bitwise_not amax amin aminmax "
+    "argmax argmin argsort sort msort topk kthvalue median nanmedian mode cummax cummin heaviside "
+    "fmod remainder __mod__ __floordiv__ floor_divide frac threshold threshold_ hardshrink "
+    "softshrink hardsigmoid hardswish relu6 elu elu_ selu celu gelu silu mish softplus softsign "
+    "tanhshrink logsigmoid log_sigmoid tanh tanh_ sigmoid sigmoid_ softmax log_softmax softmin "
+    "logsumexp erf exp expm1 exp2 prelu rrelu hardtanh_ leaky_relu_ l1_loss smooth_l1_loss "
+    "huber_loss hinge_embedding_loss relu6_".split()
 )
 _ELEMENTWISE = frozenset(
     "add __add__ __radd__ sub __sub__ __rsub__ rsub subtract mul __mul__ __rmul__ multiply div "

@@ -86,7 +86,15 @@ def count_of(form: Form) -> Count | None:
     else:
         per = 1.0 / form.terms[0].divisor
     extra = 0.0 if form.rest is None else form.rest
-    return Count(value=value, origin=origin, per=per, extra=extra, floor=form.floor, keep=keep)
+    return Count(
+        value=value,
+        origin=origin,
+        per=per,
+        extra=extra,
+        floor=form.floor,
+        keep=keep,
+        divides=True,
+    )
 
 
 def _by(term: Term) -> Tensor:

@@ -34,6 +34,8 @@ class Count:
         extra: Added once to the count of all parts (an epsilon).
         floor: The least that the count of all parts is taken for (`clamp(min=...)`).
         keep: Tensors whose addresses are in `origin`.
+        divides: Whether the loss code itself divides by it: by nothing at all, gradients are nan
+            then, where those of torch's means are zero.
     """
 
     value: Tensor
@@ -42,6 +44,7 @@ class Count:
     extra: Number = 0.0
     floor: Number = 0.0
     keep: tuple[Tensor, ...] = ()
+    divides: bool = False
 
 
 Known = tuple[Tensor, Count | None]

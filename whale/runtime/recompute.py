@@ -68,6 +68,7 @@ class _Record:
 WHOLE: dict[type, Callable[[Any], Any]] = {}
 """Tensors of ours whose gradient an autograd.Function would not see: how to make them plain."""
 
+
 @dataclass(slots=True)
 class _Calls:
     reentrant: int = 0

@@ -16,7 +16,7 @@ class GlobalSums:
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         self.num_ranks = num_ranks
-        self.numbers = torch.zeros(3, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(4, dtype=torch.float64, device=device)
         self.work: dist.Work | None = None
         self.started = False
 
@@ -30,16 +30,25 @@ class GlobalSums:
         if self.num_ranks > 1:
             self.work = dist.all_reduce(self.numbers, async_op=True)
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss, count) of the global batch; a rank that ran nothing adds zeros."""
+    def wait(self) -> torch.Tensor:
+        """The numbers of the global batch; a rank that ran nothing adds zeros."""
         if not self.started:
             self._launch()
         if self.work is not None:
             self.work.wait()
-        return loss_and_count(self.numbers)
+        return self.numbers
 
 
-def loss_and_count(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss and its count, from what all parts added."""
+def mean_loss(sums: torch.Tensor) -> torch.Tensor:
+    """The mean loss, from what all parts added (`Weighed.numbers`)."""
+    return sums[0] / torch.maximum(sums[1], sums[2])
+
+
+def gradient_factor(sums: torch.Tensor) -> torch.Tensor:
+    """What gradients of sums are multiplied by.
+
+    torch's means over nothing (a batch of padding) are nan, and their gradients zero.
+    """
     count = torch.maximum(sums[1], sums[2])
-    return sums[0] / count, count
+    nothing = (count == 0) & (sums[3] == 0)
+    return 1.0 / torch.where(nothing, torch.ones_like(count), count)

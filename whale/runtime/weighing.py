@@ -74,11 +74,20 @@ class Weighed:
         total: Where backward begins.
         count: Its weight.
         floor: The count of all parts is at least the sum of these.
+        divides: Whether the loss code itself divides by its count (`Count.divides`).
     """
 
     total: Tensor
     count: Tensor
     floor: Tensor
+    divides: bool = False
+
+    @property
+    def numbers(self) -> Tensor:
+        """[4]: what it adds to the loss, the count, the least count, and the parts that divide."""
+        divides = torch.full_like(self.count, float(self.divides))
+        added = (self.total.detach(), self.count, self.floor, divides)
+        return torch.stack([number.double() for number in added])
 
 
 class MeanTracker(RerunMode):
@@ -177,10 +186,19 @@ class MeanTracker(RerunMode):
             ]
             total = _added(totals, rest, first.value.detach())
             floor = min((c.floor for c in counts), key=float)
+            if floor == TINY and not bool(total.isfinite().all()):
+                raise WhaleError(
+                    "rows of this batch give a loss that is nan or infinite, and the loss code "
+                    "makes another number of it (nan_to_num, where): for all rows at once that is "
+                    "the loss of the whole batch, in parts it would be that of a part",
+                    hint="make each row's loss finite before it is averaged "
+                    "(losses.nan_to_num().mean()), or leave such rows out of the batch",
+                )
             return Weighed(
                 total=total,
                 count=first.value.detach().double() + first.extra * portion,
                 floor=floor * portion,
+                divides=any(c.divides for c in counts),
             )
         if meet is None or weighing is None or not weighing.joins:
             raise WhaleError(
@@ -250,9 +268,9 @@ class MeanTracker(RerunMode):
         """The number that a term is divided by, as a count."""
         value = torch.as_tensor(term.divisor, device=term.total.device).detach()
         if isinstance(term.divisor, Tensor) or term.divisor not in (self.rows, term.size):
-            return Count(value=value, origin=("number", number))
+            return Count(value=value, origin=("number", number), divides=True)
         per = term.divisor / self.rows if self.rows and term.divisor else 1.0
-        return Count(value=value, origin=("rows",), per=per)
+        return Count(value=value, origin=("rows",), per=per, divides=True)
 
     def _nothing(self, term: Term) -> Term:
         """A part where `max(n, 1)` took the 1: there was nothing to count."""
