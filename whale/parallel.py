@@ -45,7 +45,7 @@ from whale.planner.given import check_given, check_kind
 from whale.planner.make_plan import make_plan, orders_of
 from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
-from whale.runtime.agreement import check_same_weights
+from whale.runtime.agreement import check_same_program, check_same_weights
 from whale.runtime.compat import compiled_parts, drop_cached_fakes, uncompiled_function
 from whale.runtime.optimizer import state_tensors
 from whale.runtime.outputs import Merge
@@ -149,6 +149,8 @@ def parallelize(
             "devices",
         )
     check_same_weights(model, rank, num_ranks, _local_device(settings))
+    if len(plan.stages) > 1 and captured.program is not None:
+        check_same_program(captured.program.digest(), num_ranks)
     refuse_loose_ends(model, loss, captured.changes)
     looked = look(
         model, batch, loss, plan, captured, outputs=outputs or {}, check=settings.check_parts

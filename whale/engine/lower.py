@@ -43,10 +43,11 @@ from whale.nn.shard import Shard
 from whale.nn.sharded import RowsAround, can_defer, defer_weights
 from whale.runtime import batch as batches
 from whale.runtime.context import RowLayout, StepContext
-from whale.runtime.executor import Executor, StageModule
+from whale.runtime.executor import Executor
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.groups import Groups
 from whale.runtime.half import HalfSums
+from whale.runtime.stage import StageModule
 from whale.runtime.transfers import Channels
 from whale.runtime.weighing import Trial
 

@@ -8,6 +8,7 @@ Layers, which fx cannot print as code, and because shape constants that grow wit
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -169,6 +170,16 @@ class Program:
     """The first operation of the code that is watched for means: all, if the model makes its loss.
     """
 
+    def digest(self) -> str:
+        """The same on all ranks that traced the same operations in the same order."""
+        told: list[Any] = []
+        for op in self.ops:
+            name = getattr(op.target, "__name__", "")
+            constants: list[Any] = []
+            visit((op.args, op.kwargs), constants.append, _COMPARED)
+            told.append((op.layer, name, constants, op.outputs))
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
     def origins(self) -> dict[int, str]:
         """Where in the user's code each value is made."""
         return {value: op.where for op in self.ops for value in op.outputs}
@@ -181,19 +192,46 @@ def is_tree(value: Any) -> bool:
 
 def tree_map(value: Any, fn: Callable[[Any], Any]) -> Any:
     """Rebuilds nested tuples, lists, dicts and slices with `fn` on the leaves."""
-    if isinstance(value, torch.Size):
-        return tuple(fn(v) for v in value)
-    if isinstance(value, tuple):
-        items = [tree_map(v, fn) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [tree_map(v, fn) for v in value]
+    if isinstance(value, tuple | list):
+        return _sequence(value, [tree_map(v, fn) for v in value])
     if isinstance(value, slice):
         return slice(tree_map(value.start, fn), tree_map(value.stop, fn), tree_map(value.step, fn))
     if isinstance(value, dict):
-        mapped = {k: tree_map(v, fn) for k, v in value.items()}
-        return mapped if type(value) is dict else type(value)(**mapped)
+        return _mapping(value, {k: tree_map(v, fn) for k, v in value.items()})
     return fn(value)
+
+
+class Size(tuple[Any, ...]):
+    """A torch.Size in a program, where it may hold more than integers."""
+
+    __slots__ = ()
+
+
+def _sequence(like: Any, items: list[Any]) -> Any:
+    """`items` in a container of the same type: the user's code may look at it."""
+    if isinstance(like, torch.Size | Size):
+        whole = all(type(item) is int for item in items)
+        return torch.Size(items) if whole else Size(items)
+    if hasattr(like, "_fields"):
+        return type(like)(*items)
+    if type(like) in (list, tuple):
+        return type(like)(items)
+    try:
+        return type(like)(items)
+    except Exception:  # noqa: BLE001 - a class with a constructor of its own
+        return list(items) if isinstance(like, list) else tuple(items)
+
+
+def _mapping(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    """The same for dicts."""
+    if type(like) is dict:
+        return items
+    if hasattr(like, "to_tuple"):  # outputs of transformers, which take no other update
+        return type(like)(**items)
+    found = copy.copy(like)
+    for key, value in items.items():
+        found[key] = value
+    return found
 
 
 def visit(value: Any, fn: Callable[[Any], Any], kind: type | tuple[type, ...]) -> None:
@@ -359,10 +397,9 @@ _COMPARED = (Ref, State, Constant, Rows, RowRange, range, bool, int, float, str,
 
 def _merge_tree(a: Any, b: Any, rows: tuple[int, int], where: str) -> Any:
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)) and len(a) == len(b):
-        items = [_merge_tree(x, y, rows, where) for x, y in zip(a, b, strict=True)]
-        return items if isinstance(a, list) else tuple(items)
+        return _sequence(a, [_merge_tree(x, y, rows, where) for x, y in zip(a, b, strict=True)])
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return {k: _merge_tree(a[k], b[k], rows, where) for k in a}
+        return _mapping(a, {k: _merge_tree(a[k], b[k], rows, where) for k in a})
     if isinstance(a, slice) and isinstance(b, slice):
         return slice(
             _merge_tree(a.start, b.start, rows, where),

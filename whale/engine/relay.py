@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale.engine.capture import Captured
+from whale.engine.capture import Captured, trace
 from whale.engine.differences import GRADIENT, allowed, close
-from whale.engine.held import MOST_COPIED, with_noise
+from whale.engine.held import MOST_COPIED, undisturbed, with_noise
 from whale.engine.loss_parts import LossParts
-from whale.engine.program import Op
+from whale.engine.program import Op, check_rows
 from whale.engine.random import place_draws
-from whale.engine.replay import Replay
 from whale.engine.stages import CutStage, StageProgram, parts_of
 from whale.engine.weights import copied
 from whale.errors import CaptureError, WhaleError
 from whale.ir.plan import Plan
 from whale.nn.randomness import PlainDraws
 from whale.runtime import batch as batches
+from whale.runtime import generators
 from whale.runtime.compat import about_fakes
 from whale.runtime.transfers import opened
 
@@ -73,18 +73,23 @@ def check_relay(
     width = max(t.numel() // total for t in batches.leaves(batch) if batches.has_rows(t, total))
     rows = min(_FEW_ROWS if size * width > _LARGE else _ROWS, total)
     team = _Team(model, parts, captured, training, size)
-    few = batches.spread_rows(batch, rows, team.device)
+    fed = [
+        batches.spread_rows(batch, rows, team.device),
+        batches.take_rows(batch, max(0, total - _FEW_ROWS), total, team.device),
+    ]
+    overlaps = plan.num_micro_batch > 1
     try:
-        want = team.alone(few, loss)
+        want = team.alone(fed, loss)
     except Exception:  # noqa: BLE001 - other trials, or the step itself, say what is wrong
         return
     try:
-        got = team.together(few)
+        got = team.together(fed, overlaps=overlaps)
     except WhaleError:
         raise
     except Exception as error:
         if about_fakes(error):
             raise
+        _say_rows(model, fed[0], loss, captured, rows)
         raise CaptureError(
             f"the model runs on {rows} rows, but its {len(parts)} stages do not, each by itself: "
             f"{type(error).__name__}: {error}"[:600],
@@ -92,6 +97,7 @@ def check_relay(
         ) from error
     what = _difference(want, got)
     if what:
+        _say_rows(model, fed[0], loss, captured, rows)
         raise CaptureError(
             f"the {len(parts)} stages, each run by itself on {rows} rows, do not compute what the "
             f"model does: {what}",
@@ -99,14 +105,35 @@ def check_relay(
         )
 
 
+def _say_rows(
+    model: nn.Module, few: Any, loss: batches.Loss | None, captured: Captured, rows: int
+) -> None:
+    """Raises with file and line where it is the number of rows that makes the difference."""
+    assert captured.program is not None
+    layers = [layer.path for layer in captured.graph.layers]
+    try:
+        traced = trace(model, few, loss, rows, layers=layers)
+    except Exception:  # noqa: BLE001 - something else is wrong
+        return
+    check_rows(captured.program, traced, rows)
+
+
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a forward and its backward gave."""
+    """What forwards and their backwards gave."""
 
-    loss: Tensor
+    losses: list[Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     """Those that were changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A micro-batch between its forward and its backward: by stage, what it made and received."""
+
+    loss: Tensor
+    stages: list[tuple[dict[int, Tensor], dict[int, Tensor]]]
 
 
 class _Beside:
@@ -139,78 +166,115 @@ class _Team:
     ) -> None:
         assert captured.program is not None
         self.parts, self.specs, self.training = parts, captured.program.specs, training
-        self.program, self.dims = captured.program, captured.random.dims
+        self.dims = captured.random.dims
         copies = size * len(parts) <= MOST_COPIED
         self.model = with_noise(copied(model)) if size <= MOST_COPIED else model
         self.models = [copied(self.model) if copies else self.model for _ in parts]
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     @contextmanager
-    def _drawing(self, model: nn.Module, rows: int) -> Iterator[PlainDraws]:
+    def _open(self, model: nn.Module) -> Iterator[PlainDraws]:
+        """Around all runs of a model, which is as before afterwards."""
         flags = [(module, module.training) for module in model.modules()]
         if not self.training or not model.training:
             for module, _ in flags:
                 module.training = self.training
-        replay = Replay(model, self.program, self.dims)
+        draws = PlainDraws(model, self.dims, 0)
+        draws.draws.lenient = True
         try:
-            with torch.set_grad_enabled(self.training), replay.drawing(0, rows, rows) as draws:
+            with undisturbed(model, torch.get_default_dtype()):
                 yield draws
         finally:
+            draws.close()
             for module, flag in flags:
                 module.training = flag
 
-    def alone(self, batch: Any, loss: batches.Loss | None) -> _Ran:
-        """The model's own code."""
-        model, rows = self.model, batches.num_rows(batch)
-        with _without_gradients([model]), self._drawing(model, rows):
-            before = _buffers(model)
-            value = batches.call_model(model, loss, batches.own(batch))["loss"]
-            if self.training and value.requires_grad:
-                torch.autograd.backward(value)
-            return _Ran(value.detach(), _gradients([model]), _changed(before, _buffers(model)))
+    @contextmanager
+    def _forward(self, draws: PlainDraws, micro_batch: int, rows: int) -> Iterator[None]:
+        with (
+            torch.set_grad_enabled(self.training),
+            generators.seeded(micro_batch),
+            draws.at(step=0, micro_batch=micro_batch, rows=rows),
+        ):
+            yield
 
-    def together(self, batch: Any) -> _Ran:
-        """The stages, one after the other; then their backwards, the last one first."""
-        rows = batches.num_rows(batch)
+    def alone(self, fed: list[Any], loss: batches.Loss | None) -> _Ran:
+        """The model's own code, one micro-batch after the other."""
+        model, losses = self.model, []
+        with _without_gradients([model]), self._open(model) as draws:
+            before = _buffers(model)
+            for number, batch in enumerate(fed):
+                with self._forward(draws, number, batches.num_rows(batch)):
+                    value = batches.call_model(model, loss, batches.own(batch))["loss"]
+                if self.training and value.requires_grad:
+                    torch.autograd.backward(value)
+                losses.append(value.detach())
+            return _Ran(losses, _gradients([model]), _changed(before, _buffers(model)))
+
+    def together(self, fed: list[Any], *, overlaps: bool) -> _Ran:
+        """The stages, one after the other; then their backwards, the last one first.
+
+        `overlaps`: a micro-batch's forward runs before the backward of the one before it.
+        """
         with _without_gradients(self.models), ExitStack() as stack:
             before = [_buffers(model) for model in self.models]
-            sent: dict[int, Tensor] = {}
-            flights = []
-            value: Tensor | None = None
-            for part, model in zip(self.parts, self.models, strict=True):
-                draws = stack.enter_context(self._drawing(model, rows))
-                whole = LossParts(context=draws.names.context, weighing=None, whole=True)
-                stage = CutStage(part, model, frozenset(), _Beside(draws), self.device, whole)
-                received = {v: self._arrived(v, sent[v]) for v in _values(part.incoming)}
-                given = {v: opened(t) for v, t in received.items()}
-                outcome = stage.forward(batches.own(batch), given, rows)
-                sent.update(outcome.values)
-                flights.append((outcome.values, received))
-                if outcome.loss is not None:
-                    value = outcome.loss.total
-            assert value is not None
-            if self.training:
-                self._backward(value, flights)
+            every = [stack.enter_context(self._open(model)) for model in self.models]
+            runners = [
+                CutStage(
+                    part,
+                    model,
+                    frozenset(),
+                    _Beside(draws),
+                    self.device,
+                    LossParts(context=draws.names.context, weighing=None, whole=True),
+                )
+                for part, model, draws in zip(self.parts, self.models, every, strict=True)
+            ]
+            flights: list[_Flight] = []
+            for number, batch in enumerate(fed):
+                flights.append(self._forwards(runners, every, number, batch))
+                if not overlaps:
+                    self._backward(flights[-1])
+            for flight in flights if overlaps else ():
+                self._backward(flight)
             changed: dict[str, Tensor] = {}
             for model, old in zip(self.models, before, strict=True):
                 changed.update(_changed(old, _buffers(model)))
-            return _Ran(value.detach(), _gradients(self.models), changed)
+            losses = [flight.loss.detach() for flight in flights]
+            return _Ran(losses, _gradients(self.models), changed)
+
+    def _forwards(
+        self, runners: list[CutStage], every: list[PlainDraws], number: int, batch: Any
+    ) -> _Flight:
+        sent: dict[int, Tensor] = {}
+        stages = []
+        loss: Tensor | None = None
+        rows = batches.num_rows(batch)
+        for stage, draws in zip(runners, every, strict=True):
+            received = {v: self._arrived(v, sent[v]) for v in _values(stage.incoming)}
+            with self._forward(draws, number, rows):
+                given = {v: opened(t) for v, t in received.items()}
+                outcome = stage.forward(batch, given, rows)
+            sent.update(outcome.values)
+            stages.append((outcome.values, received))
+            loss = outcome.loss.total if outcome.loss is not None else loss
+        assert loss is not None
+        return _Flight(loss, stages)
 
     def _arrived(self, value: int, tensor: Tensor) -> Tensor:
         arrived = tensor.detach().clone()
         return arrived.requires_grad_() if self.training and self.specs[value].grad else arrived
 
-    def _backward(
-        self, loss: Tensor, flights: list[tuple[dict[int, Tensor], dict[int, Tensor]]]
-    ) -> None:
+    def _backward(self, flight: _Flight) -> None:
         """As the executor runs them."""
         came_back: dict[int, Tensor] = {}
-        for part, (made, received) in zip(reversed(self.parts), reversed(flights), strict=True):
+        pairs = zip(reversed(self.parts), reversed(flight.stages), strict=True)
+        for part, (made, received) in pairs if self.training else ():
             roots = [v for v in made if v in came_back and made[v].requires_grad]
             ends = [made[v] for v in roots]
             seeds: list[Tensor | None] = [came_back[v] for v in roots]
-            if part.result is not None and loss.requires_grad:
-                ends.append(loss)
+            if part.result is not None and flight.loss.requires_grad:
+                ends.append(flight.loss)
                 seeds.append(None)
             if ends:
                 torch.autograd.backward(ends, seeds)
@@ -263,9 +327,11 @@ def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, T
 
 def _difference(want: _Ran, got: _Ran) -> str:
     """What is not the same; "" if all is."""
-    far = allowed(want.loss.dtype)
-    if not close(want.loss, got.loss, far):
-        return f"their loss is {float(got.loss):.6g}, the model's {float(want.loss):.6g}"
+    far = allowed(want.losses[0].dtype)
+    for number, (a, b) in enumerate(zip(want.losses, got.losses, strict=True)):
+        if not close(a, b, far):
+            said = f"their loss is {float(b):.6g}, the model's {float(a):.6g}"
+            return said + (" in the second forward" if number else "")
     largest = max((_size(g) for g in want.gradients.values()), default=0.0)
     for name in sorted(want.gradients.keys() | got.gradients.keys()):
         here = want.gradients.get(name, got.gradients.get(name))

@@ -24,7 +24,7 @@ from whale.ir.model_graph import ModelGraph, placed
 from whale.ir.plan import Plan
 from whale.nn.column_shard import plain
 from whale.runtime import batch as batches
-from whale.runtime.executor import Outcome
+from whale.runtime.stage import Outcome
 
 
 @dataclass(slots=True, kw_only=True)
@@ -288,7 +288,8 @@ class CutStage:
 
     def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
         """Runs this stage on its rows; `received` are the values from earlier stages."""
-        values = dict(enumerate(batches.leaves(batch)))
+        # Code may write to its rows, and a stage of the same rank may read the same memory.
+        values = dict(enumerate(batches.leaves(batches.own(batch))))
         values.update(received)
         tracker = self.parts.tracker(rows)
 

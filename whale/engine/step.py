@@ -180,8 +180,9 @@ class Step:
 
     def _prepare(self, taken: Taken) -> None:
         """Puts the stages in place that were traced for batches of this kind."""
-        self._kinds.look(taken.batch, taken.signature, self._face.settings())
-        variant = self._variants.of(taken.batch, taken.signature)
+        settings = self._face.settings()
+        self._kinds.look(taken.batch, taken.signature, settings)
+        variant = self._variants.of(taken.batch, taken.signature, settings)
         if variant is not None:
             self._lowered.executor.use(variant.stages, variant.program.specs, variant.origins)
 

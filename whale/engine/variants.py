@@ -10,7 +10,7 @@ variants.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +32,8 @@ from whale.ir.plan import Plan
 from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
 from whale.runtime.batch import LocalBatch
-from whale.runtime.executor import StageModule
 from whale.runtime.signature import Signature, autocast
+from whale.runtime.stage import StageModule
 
 Flags = tuple[bool, ...]
 """`training` of every module: glue may branch on it."""
@@ -78,6 +78,7 @@ class Variants:
         self.few = batches.take_rows(batch, 0, min(_FEW, batches.num_rows(batch)))
         self._layers = [path for t in plan.taskgraphs for path in t.layers]
         self._first: Signature | None = None
+        self._settings: Hashable = ()
         self._known: OrderedDict[tuple[Signature, Flags, bool], Variant] = OrderedDict()
 
     def built(self, signature: Signature) -> None:
@@ -93,10 +94,20 @@ class Variants:
                 result=self.lowered.result,
             )
 
-    def of(self, batch: LocalBatch, signature: Signature) -> Variant | None:
-        """The variant for a batch of this signature; None: one stage, which is always the same."""
+    def of(
+        self, batch: LocalBatch, signature: Signature, settings: Hashable = ()
+    ) -> Variant | None:
+        """The variant for a batch of this signature; None: one stage, which is always the same.
+
+        `settings`: attributes of the model that the script has set. Glue may read those of a Layer.
+        """
         if len(self.plan.stages) == 1:
             return None
+        if settings != self._settings:
+            self._settings = settings
+            for known in self._known.values():
+                known.checked.clear()
+                known.totals.clear()
         key = (signature, flags_of(self.lowered.model), torch.is_grad_enabled())
         found = self._known.pop(key, None) or self._make(batch.data, signature)
         self._known[key] = found

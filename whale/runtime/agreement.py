@@ -7,12 +7,30 @@ compared again every `Config.guard` steps (`runtime.guard`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from whale.errors import RankError
 from whale.runtime.fingerprint import fingerprint_tensor
+
+
+def check_same_program(digest: str, num_ranks: int) -> None:
+    """Compares what ranks traced: stages cut from another trace would send other values."""
+    if num_ranks == 1:
+        return
+    found: list[Any] = [None] * num_ranks
+    dist.all_gather_object(found, digest)
+    others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
+    if others:
+        raise RankError(
+            f"ranks {others} run other code between the model's modules, or in another order, than "
+            "rank 0",
+            hint="iterate over lists or sorted(...), not over sets of strings, whose order is "
+            "another in every process, and let no code depend on the rank",
+        )
 
 
 def check_same_weights(model: nn.Module, rank: int, num_ranks: int, device: torch.device) -> None:

@@ -6,7 +6,8 @@ loader. A batch is a tensor, a tuple (by position) or a mapping (by keyword); di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -150,8 +151,40 @@ def rebuild(batch: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def own(batch: Any) -> Any:
-    """`batch` with copies of its tensors, for code that may write to them."""
-    return _walk(batch, torch.Tensor.clone)
+    """`batch` with copies of its tensors, for code that may write to them.
+
+    Tensors that share memory (the input and the labels of an autoencoder, a text and the same text
+    one token later) share it in the copy too.
+    """
+    places = Counter(_place(t) for t in leaves(batch))
+    shared = {place: [t for t in leaves(batch) if _place(t) == place] for place in places}
+    copies: dict[Hashable, tuple[torch.Tensor, int]] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        place = _place(tensor)
+        if places[place] < 2:
+            return tensor.clone()
+        if place not in copies:
+            low = min(t.storage_offset() for t in shared[place])
+            high = max(_end(t) for t in shared[place])
+            whole = torch.as_strided(tensor.detach(), (high - low,), (1,), low)
+            copies[place] = whole.clone(), int(low)
+        memory, first = copies[place]
+        start = tensor.storage_offset() - first
+        return torch.as_strided(memory, tensor.shape, tensor.stride(), start)
+
+    return _walk(batch, copy)
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    """Whose memory it is in; its own, where that cannot be said."""
+    plain = tensor.layout == torch.strided and not tensor.is_meta and tensor.numel()
+    return (tensor.untyped_storage().data_ptr(), tensor.dtype) if plain else id(tensor)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(tensor.storage_offset()) + 1 + sum((size - 1) * step for size, step in steps)
 
 
 def num_rows(batch: Any) -> int:

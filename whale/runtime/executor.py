@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,81 +28,8 @@ from whale.runtime.generators import untouched
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.outputs import Part
 from whale.runtime.signature import Context
+from whale.runtime.stage import Border, DeferredWork, Outcome, StageModule, WeightGradient
 from whale.runtime.transfers import Channels
-from whale.runtime.weighing import Weighed
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a stage's forward made.
-
-    Values for other stages, and what it adds to the loss in the stage that has it.
-    """
-
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-    loss: Weighed | None = None
-    named: dict[str, Any] = field(default_factory=dict)
-
-
-class StageModule(Protocol):
-    """A stage that can run: see `engine.stages`."""
-
-    incoming: Mapping[int, list[int]]
-    outgoing: Mapping[int, list[int]]
-    has_loss: bool
-
-    def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
-        """Runs the stage on this rank's rows."""
-        ...
-
-
-class WeightGradient(Protocol):
-    """The weight gradients of one call of a module."""
-
-    @property
-    def weights(self) -> tuple[torch.Tensor, ...]:
-        """Whose gradients they are."""
-        ...
-
-    def __call__(self) -> None:
-        """Computes them, and adds them to those there are."""
-        ...
-
-
-class DeferredWork(Protocol):
-    """Weight gradients that a backward left for later: see `nn.deferred`."""
-
-    def take(self) -> Sequence[WeightGradient]:
-        """What the backward just run left."""
-        ...
-
-
-class Border(Protocol):
-    """Shape of a value that crosses stages."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-        ...
-
-    @property
-    def batch_dim(self) -> int | None:
-        """Where its rows are; None: nowhere."""
-        ...
-
-    @property
-    def factor(self) -> int:
-        """Elements along that dim per row."""
-        ...
-
-    @property
-    def grad(self) -> bool:
-        """Whether a gradient comes back for it."""
-        ...
-
-    def at(self, rows: int) -> tuple[int, ...]:
-        """The shape for that many rows."""
-        ...
 
 
 @dataclass(slots=True)
