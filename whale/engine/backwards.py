@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from whale.engine.draw_recorder import is_random
 from whale.engine.weights import copied
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
-from whale.runtime import generators
+from whale.runtime import compat, generators, recompute
 
 _ROWS = 2
 _SCALE = 2.0**20
@@ -69,15 +70,28 @@ def _compare(
     scale = _SCALE if value.dtype in (torch.float32, torch.float64) else _HALF_SCALE
     parameters = [p for _, p in trained]
 
-    def gradients(seed: float) -> tuple[torch.Tensor | None, ...]:
-        return torch.autograd.grad(
-            value, parameters, torch.full_like(value, seed), retain_graph=True, allow_unused=True
-        )
+    draws = _Draws()
 
+    def gradients(seed: float) -> list[torch.Tensor | None]:
+        for parameter in parameters:
+            parameter.grad = None
+        with draws:
+            compat.backward_under_modes(value, torch.full_like(value, seed))
+        return [parameter.grad for parameter in parameters]
+
+    recompute.install()
     try:
-        once, greater = gradients(1.0), gradients(scale)
-    except RuntimeError:  # a reentrant checkpoint takes part in a whole backward only
+        with generators.kept():
+            once, greater = gradients(1.0), gradients(scale)
+    except RuntimeError:  # a graph that cannot be gone through twice
         return
+    if draws.found:
+        raise WhaleError(
+            f"user code in the backward draws random numbers ({draws.found}), which only draws of "
+            f"a forward are keyed for: {', '.join(dict.fromkeys(where))}",
+            hint="to run a part of the forward again in the backward, use torch.utils.checkpoint, "
+            "whose second run draws what its first drew",
+        )
     for (name, _), one, other in zip(trained, once, greater, strict=True):
         if one is None or other is None:
             continue
@@ -161,6 +175,25 @@ def _functions(value: torch.Tensor) -> list[str]:
             found.append(made_by.__qualname__)
         waiting += [following for following, _ in node.next_functions]
     return found
+
+
+class _Draws(TorchFunctionMode):
+    """Notices random functions, but for those that torch's checkpoint runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        before = torch.default_generator.get_state() if is_random(func) else None
+        out = func(*args, **(kwargs or {}))
+        if before is None or recompute.rerunning():
+            return out
+        if not torch.equal(before, torch.default_generator.get_state()):
+            self.found = getattr(func, "__name__", str(func))
+        return out
 
 
 class _Hooks(TorchFunctionMode):

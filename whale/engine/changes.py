@@ -130,16 +130,17 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[st
 
 
 def exact_buffers(model: nn.Module) -> frozenset[str]:
-    """Buffers of modules whose replicas meet: all see the same statistics."""
+    """Buffers of modules whose replicas meet: all see the same statistics.
+
+    Those of subclasses too, whose `super().forward` is what is joined (`nn.batch_norm`, `nn.moe`);
+    what their own code keeps beside is not.
+    """
     found: set[str] = set()
     for path, module in model.named_modules():
-        forward = type(module).forward
-        if (isinstance(module, _NORM) and forward is _NORM.forward) or isinstance(
-            module, nn.SyncBatchNorm
-        ):
+        if isinstance(module, _NORM | nn.SyncBatchNorm):
             names: Iterable[str] = ("running_mean", "running_var", "num_batches_tracked")
-        elif isinstance(module, MoE) and forward is MoE.forward:
-            names = module._buffers
+        elif isinstance(module, MoE):
+            names = ("bias", "tokens_seen", "tokens_dropped")
         else:
             continue
         found.update(f"{path}.{name}" if path else name for name in names)

@@ -48,7 +48,7 @@ class Intake:
             if isinstance(value, torch.Tensor)
         }
         self._plan, self._device = plan, device
-        self._last: tuple[Signature, int] | None = None
+        self._last: tuple[Signature, int, tuple[bool, ...]] | None = None
         self._seen: dict[bool, int] = {}
 
     def signature(self, given: Any) -> Signature:
@@ -56,19 +56,22 @@ class Intake:
         batch = self._with_flags(given)
         return signature_of(batch, device=self._device, training=True, autocast=None)
 
-    def take(self, given: Any, reader: Reader, *, training: bool) -> Taken:
-        """`given` as this rank runs it."""
+    def take(
+        self, given: Any, reader: Reader, *, training: bool, modes: tuple[bool, ...] = ()
+    ) -> Taken:
+        """`given` as this rank runs it; `modes`: what the user's modules are in, to train."""
         batch = self._with_flags(batches.localize(given, reader))
         signature = signature_of(
             batch, device=self._device, training=training, autocast=autocast_dtype(self._device)
         )
         number = self._seen[training] = self._seen.get(training, 0) + 1
-        new = (signature, batch.total_rows) != self._last
-        self._last = (signature, batch.total_rows)
+        now = (signature, batch.total_rows, modes)
+        new, self._last = now != self._last, now
         compares = rarely(number, 3)  # a loader that drifts apart is found too
         details: dict[str, str] | None = None
         if self._plan.num_ranks > 1 and (new or compares):
             details = {"rows": str(batch.total_rows), **signature.lines()}
+            details["modes"] = "".join("et"[mode] for mode in modes)
             if compares and batch.content is not None:
                 details["content"] = str(batch.content())
         return Taken(batch=batch, signature=signature, details=details)
@@ -141,17 +144,18 @@ def differ(words: list[Details]) -> RankError | None:
         "tensors": "tensors in their batch",
         "values": "values in their batch",
         "autocast": "autocast",
+        "modes": "modules they have in training or eval mode",
         "content": "values in their batch",
     }
     for key, what in said.items():
         found = [word.get(key) for word in words]
         if len(set(found)) <= 1:
             continue
-        if key == "content":
-            first = found[0]
-            others = [rank for rank, value in enumerate(found) if value != first]
-            shown = f"ranks {others} have other values than rank 0"
+        if key in ("content", "modes"):
+            others = [rank for rank, value in enumerate(found) if value != found[0]]
+            shown = f"ranks {others} have other {what.partition(' ')[0]} than rank 0"
         else:
             shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(found))
-        return RankError(f"the ranks differ in the {what} ({shown[:600]})", hint=SAME_BATCH)
+        hint = "call train() and eval() on every rank alike" if key == "modes" else SAME_BATCH
+        return RankError(f"the ranks differ in the {what} ({shown[:600]})", hint=hint)
     return None

@@ -40,7 +40,7 @@ _KNOWN_FILES = frozenset(
     ]
 )
 _KNOWN_MODULES = frozenset(["transformers.pytorch_utils"])
-_WITHOUT_TRACE = ("user", "stacked experts", "batched experts")
+_WITHOUT_TRACE = ("user", "stacked experts", "stacked columns", "batched experts")
 """Rules whose module may read its own parameters as it likes: a user's own, one that ran on fakes
 in another form, and one whose reads were followed."""
 

@@ -233,7 +233,7 @@ class Step:
                 "a step is called under torch.no_grad, where nothing can be trained",
                 hint="call step.evaluate(batch) for the loss without gradients",
             )
-        taken = self._intake.take(batch, self, training=True)
+        taken = self._intake.take(batch, self, training=True, modes=self._face.flags())
         with self._together("step", taken.details), no_autocast(self._lowered.device):
             return self._train(taken)
 
@@ -336,7 +336,7 @@ class Step:
 
     def load_into(self, path: str, state: Any, strict: bool) -> Any:
         """The same for the part of the model at `path`."""
-        with bare(self._model):
+        with self._together("load_state_dict", {}), bare(self._model):
             result = load_into(
                 self._model, self._lowered, path, state, strict, self.rank, self.plan.num_ranks
             )

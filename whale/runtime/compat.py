@@ -314,3 +314,13 @@ def in_backward() -> bool:
 def set_world_timeout(timeout: timedelta) -> None:
     """From now on, how long collectives and messages of the job's default group wait."""
     dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def backward_under_modes(value: torch.Tensor, seed: torch.Tensor) -> None:
+    """A backward whose code runs under the function modes that are on; its graph is kept.
+
+    `torch.autograd.backward` is a torch function itself, which a mode is left for.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        (value,), (seed,), True, False, (), allow_unreachable=True, accumulate_grad=True
+    )

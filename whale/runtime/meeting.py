@@ -114,8 +114,9 @@ class Meetings:
         if all(b.doing == self.beat.doing for b in beats):
             ranks = ", ".join(str(b.rank) for b in beats)
             return ElsewhereError(
-                f"rank {self.beat.rank} has a batch of another kind than its last, rank {ranks} "
-                f"has not (call {self.beat.call} of the step, {verb(self.beat.doing)})",
+                f"rank {self.beat.rank} has a batch of another kind than its last, or modules in "
+                f"another mode, rank {ranks} has not (call {self.beat.call} of the step, "
+                f"{verb(self.beat.doing)})",
                 hint=SAME_BATCH,
             )
         return self._mismatch(others)
