@@ -28,7 +28,7 @@ class Dense(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.run = run
-        self.gain = 1.0
+        self.gain = self.size = 1.0
         self.register_buffer("calls", torch.zeros((), dtype=torch.long), persistent=False)
 
     def forward(self, x: Tensor, *more: Any) -> Tensor:
