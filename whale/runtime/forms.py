@@ -183,23 +183,44 @@ def shifted(form: Form, by: Number, like: Tensor) -> Form | None:
     return replace(form, rest=by if form.rest is None else form.rest + by)
 
 
-def stacked(forms: Sequence[Form | None], parts: Sequence[Tensor]) -> Form | None:
-    """Scalars one behind the other."""
+def joined(
+    forms: Sequence[Form | None], parts: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]
+) -> Form | None:
+    """Sums and means put together in one tensor, each in its place."""
+    zeros = [torch.zeros_like(part) for part in parts]
+
+    def alone(place: int, value: Tensor) -> Tensor:
+        return join([*zeros[:place], value, *zeros[place + 1 :]])
+
     terms: list[Term] = []
     rest: list[Tensor] = []
     problem = ""
     for place, (form, part) in enumerate(zip(forms, parts, strict=True)):
-        if part.dim():
-            return None
         if form is None:
+            if part.dim() > 1 or part.numel() > 1:  # it may have rows
+                return None
             rest.append(part)
             continue
-        if form.inverse or form.floor or not form.summed:
+        if form.inverse or form.floor or not form.summed or not form.fits(part):
             return None
         problem = problem or form.problem
-        rest.append(torch.zeros_like(part) if form.rest is None else form.rest)
-        for term in form.terms:
-            alone = [torch.zeros_like(term.total)] * len(parts)
-            alone[place] = term.total
-            terms.append(replace(term, total=torch.stack(alone)))
-    return Form(terms=tuple(terms), rest=torch.stack(rest), problem=problem)
+        rest.append(zeros[place] if form.rest is None else form.rest)
+        terms += [replace(term, total=alone(place, term.total)) for term in form.terms]
+    return Form(terms=tuple(terms), rest=join(rest), problem=problem)
+
+
+def assigned(old: Form | None, new: Form | None, before: Tensor, index: Any, value: Any) -> Form:
+    """`x[index] = value` of an x that was `before`."""
+
+    def put(base: Tensor, item: Any) -> Tensor:
+        made = base.clone()
+        made[index] = item
+        return made
+
+    none = torch.zeros_like(before)
+    terms = [replace(t, total=put(t.total, 0.0)) for t in (() if old is None else old.terms)]
+    terms += [replace(t, total=put(none, t.total)) for t in (() if new is None else new.terms)]
+    base = before if old is None else none if old.rest is None else old.rest
+    item = value if new is None else 0.0 if new.rest is None else new.rest
+    problem = next((form.problem for form in (old, new) if form is not None and form.problem), "")
+    return Form(terms=tuple(terms), rest=put(base, item), problem=problem)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from whale.errors import WhaleError
-from whale.runtime.form_rules import RULES, FormTable, mean_of_rows
+from whale.runtime.compat import in_transform
+from whale.runtime.form_rules import RULES, mean_of_rows
+from whale.runtime.form_table import FormTable
 from whale.runtime.forms import TINY, Form, Term
 from whale.runtime.means import Count, Number, known_mean, weighted_mean
 from whale.runtime.recompute import RerunMode
@@ -118,9 +120,11 @@ class MeanTracker(RerunMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            return func(*args, **kwargs)
         table = self.table
+        if name in ("__get__", "__set__"):
+            return table.property(func, args, kwargs)
+        if in_transform():  # of torch.func: what its functions see is of no row, and has no address
+            return func(*args, **kwargs)
         ragged = table.has_ragged(args, kwargs)
         if func is weighted_mean or not table.has_form(args, kwargs):
             found = None
@@ -130,11 +134,15 @@ class MeanTracker(RerunMode):
                 found = mean_of_rows(table, name, args, kwargs, ragged=ragged)
             if found is not None:
                 return self._made(*found)
+        given = table.before(name, args, kwargs)
         out = func(*args, **kwargs)
+        if name == "__setitem__":
+            table.assigned(args, given[0])
+            return out
         rule = RULES.get(name)
         form = table.bent(name, args, kwargs, out)
         if form is None and rule is not None:
-            form = rule(table, func, args, kwargs, out)
+            form = rule(table, func, given, kwargs, out)
         if form is not None and isinstance(out, Tensor) and form.fits(out):
             table.set(out, form)
         elif args and out is args[0]:
