@@ -99,7 +99,7 @@ class Recheck:
         if end - start < 2:
             return None
         end = end if most is None else min(end, start + most)
-        return batches.take_rows(batch, low + start, low + end, self.device)
+        return batches.take_clear_rows(batch, low + start, low + end, self.device)
 
     def _rows_of_all(self, batch: LocalBatch, micro_batch: int) -> Any | None:
         """The rows of all replicas, if this rank has them and they are few; else its own."""
@@ -108,7 +108,7 @@ class Recheck:
         here = batch.rows == ((0, batch.total_rows),)
         if not here or not 2 <= high - low <= max(_ROWS, _MOST * (end - start)):
             return self._rows(batch, micro_batch, None)
-        return batches.take_rows(batch, low, high, self.device)
+        return batches.take_clear_rows(batch, low, high, self.device)
 
     def _cut(self, batch: LocalBatch, micro_batch: int) -> tuple[int, int]:
         points = micro_batch_cuts(batches.num_rows(batch), self.plan.num_micro_batch)
