@@ -297,6 +297,43 @@ class Penalty(Net):
         return F.mse_loss(super().forward(x), y) + 0.1 * gram.square().mean()
 
 
+def in_chunks(out: Tensor, y: Tensor) -> Tensor:
+    """As losses over long texts are computed: sums of chunks, by the number of all."""
+    total = torch.zeros((), dtype=out.dtype)
+    for a, b in zip(out.chunk(2, 1), y.chunk(2, 1), strict=True):
+        total = total + F.mse_loss(a.reshape(-1), b.reshape(-1), reduction="sum")
+    return total / y.numel()
+
+
+def looped(out: Tensor, y: Tensor) -> Tensor:
+    """As many sums as rows."""
+    return torch.stack([(a - b).abs().sum() for a, b in zip(out, y, strict=True)]).mean()
+
+
+def normalised(out: Tensor, y: Tensor) -> Tensor:
+    weights = y[:, 0].exp()
+    return ((out - y).square().sum(1) * (weights / weights.sum())).sum()
+
+
+class Prior(Net):
+    """Its weights are held near one row of numbers."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        near = torch.linspace(0.0, 1.0, IN, dtype=x.dtype)
+        return F.mse_loss(super().forward(x), y) + (self.a.weight - near).square().mean()
+
+
+class Twice(nn.Module):
+    """Experts that are called twice, whose bias moves in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = wh.nn.MoE(IN, 6, 4, balance="bias"), nn.Linear(IN, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.experts(self.experts(x)))
+
+
 class RowByRow(Net):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         one = super().forward
@@ -334,6 +371,11 @@ def ordinary() -> dict[str, Any]:
         "assigned": compared(Net(), assigned, data),
         "features first": compared(Net(), features_first, data),
         "penalty": compared(Penalty(), None, [numbers(i, rows) for i, rows in enumerate((6, 10))]),
+        "in chunks": compared(Net(), in_chunks, data, config=TWO),
+        "looped": compared(Net(), looped, data),
+        "normalised": compared(Net(), normalised, data),
+        "prior": compared(Prior(), None, data),
+        "experts twice": compared(Twice(), mse, [numbers(0), numbers(1)]),
         "row by row": compared(RowByRow(), None, [labelled(0), labelled(1)]),
         "memory": compared(Remembers(), mse, memories),
         "memory in micro-batches": compared(Remembers(), mse, memories, config=TWO),

@@ -100,7 +100,8 @@ def _experts(module: MoE) -> dict[str, Any]:
         return logits.new_full((), HELD_LOSS)
 
     kind = "top-k" if module.router_kind == "expert-choice" else module.router_kind
-    return {"capacity_factor": None, "router_kind": kind, "_loss": loss}
+    # A bias that moved would choose other experts in a second call.
+    return {"capacity_factor": None, "router_kind": kind, "_loss": loss, "balance_rate": 0.0}
 
 
 class Quiet(RerunMode):

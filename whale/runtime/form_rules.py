@@ -63,7 +63,11 @@ def _mean_of(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Fo
         return None
     if args[1:] or set(kwargs) - {"dim"}:
         return None
-    return forms.each(form, lambda total: func(total, **kwargs))
+    if out.dim():
+        return forms.each(form, lambda total: func(total, **kwargs))
+    # How many were put together may be how many rows there are.
+    size = (args[0] if args else kwargs["input"]).numel()
+    return forms.scaled(forms.each(form, torch.sum), float(size), divide=True)
 
 
 def _product(t: FormTable, func: Any, args: Any, kwargs: Any, out: Any) -> Form | None:

@@ -73,15 +73,16 @@ class FormTable:
     def penalty(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a function has to do with parameters alone, or with what is held beside them.
 
-        That is compared element by element, has the very shape of what is made of parameters, and
-        no gradient.
+        That is compared element by element, has the shape of what is made of parameters or one that
+        broadcasts to it, and no gradient.
         """
         given = list(tensors(args, kwargs))
         if name not in _ELEMENTWISE:
             return bool(given) and all(map(self.fixed, given))
         made = {tuple(x.shape) for x in given if self.fixed(x)}
         return bool(made) and all(
-            self.fixed(x) or (x.dim() > 0 and tuple(x.shape) in made and not x.requires_grad)
+            self.fixed(x)
+            or (x.dim() > 0 and not x.requires_grad and any(_spreads(x, shape) for shape in made))
             for x in given
         )
 
@@ -178,6 +179,13 @@ class FormTable:
         if isinstance(out, Tensor) and (self.turned or name in _TURNS):
             for x in tensors(args, kwargs):
                 self._turn(name, x, out)
+
+
+def _spreads(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether x is of that shape, or broadcasts to it."""
+    own = tuple(x.shape)
+    pairs = zip(reversed(own), reversed(shape), strict=False)
+    return own == shape or (len(own) <= len(shape) and all(a in (1, b) for a, b in pairs))
 
 
 def _masks(name: str, args: tuple[Any, ...]) -> bool:
