@@ -130,6 +130,7 @@ def parallelize(
     loss = uncompiled_function(loss)  # the trials look into it, and one device's result is the same
     refuse_own_parameters(model, loss)
     _say_eager(model)
+    batches.refuse_layouts(batch)
     captured = capture(model, batch, loss)
     drop_cached_fakes()
     if plan is None:
@@ -221,6 +222,7 @@ def plan(
     `optimizer` is only asked how much state it keeps; default: as AdamW.
     """
     refuse_wrapped(model)
+    batches.refuse_layouts(batch)
     captured = capture(model, batch, uncompiled_function(loss))
     training = _training(optimizer) if optimizer is not None else Training()
     return _plan(captured, _cluster(cluster), _config(config), batches.num_rows(batch), training)

@@ -100,7 +100,8 @@ def _experts(module: MoE) -> dict[str, Any]:
         return logits.new_full((), HELD_LOSS)
 
     kind = "top-k" if module.router_kind == "expert-choice" else module.router_kind
-    return {"capacity_factor": None, "router_kind": kind, "_loss": loss}
+    # A bias that moved would choose other experts in a second call.
+    return {"capacity_factor": None, "router_kind": kind, "_loss": loss, "balance_rate": 0.0}
 
 
 class Quiet(RerunMode):
@@ -120,6 +121,7 @@ class Quiet(RerunMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = dict(kwargs or {})
+        _refuse_frequencies(getattr(func, "__name__", ""), args, given)
         out = self._quiet(func, args, given) if self.draws else func(*args, **given)
         if isinstance(out, Tensor) and out.is_floating_point() and out.dtype != torch.float64:
             self.narrow = True
@@ -145,6 +147,22 @@ class Quiet(RerunMode):
             made = func(*args, **kwargs)
             return torch.full_like(args[0] if like else made, 0.5).to(made.dtype)
         return func(*args, **kwargs)
+
+
+def _refuse_frequencies(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Embeddings whose gradient is divided by how often an id occurs in the rows at hand."""
+    if name not in ("embedding", "embedding_bag"):
+        return
+    scales = kwargs.get("scale_grad_by_freq", args[3] if len(args) > 3 else False)
+    weights = [t for t in (*args[:2], kwargs.get("weight")) if isinstance(t, Tensor)]
+    if scales is True and any(weight.requires_grad for weight in weights):
+        shape = next(tuple(weight.shape) for weight in weights if weight.requires_grad)
+        raise WhaleError(
+            f"`{name}` of a weight {shape} divides gradients by how often each id occurs in a "
+            "batch (scale_grad_by_freq=True), and a part of the rows has other counts",
+            hint="leave scale_grad_by_freq off, or compute all rows of a step on one replica, in "
+            "one micro-batch",
+        )
 
 
 _DROPOUTS = frozenset(

@@ -1,7 +1,8 @@
-"""Holes: a batch with holes in its masks and labels and other lengths, as later ones will have.
+"""Holes: a batch with holes in masks and labels, other lengths, rows alike, as later ones have.
 
 Place in the flow: used by `engine.parts`. The first batch is often full: no padding, all labels
-valid. A mean that is weighed by rows where it should be weighed by tokens shows only in others.
+valid, every id once. A mean that is weighed by rows where it should be weighed by tokens shows only
+in others, and so do rows that have to do with each other only where they are alike.
 """
 
 from __future__ import annotations
@@ -17,12 +18,51 @@ from whale.runtime import batch as batches
 IGNORED = -100
 """The label that torch's losses leave out."""
 _LABELS = ("label", "target", "tgt")
+_ALONE = 4
+"""Tensors of whole numbers of which each alone is made alike in some rows."""
 
 Change = Callable[[str, Tensor], Tensor]
 
 
 def with_holes(batch: Any, rows: int) -> Iterator[tuple[str, Any]]:
     """(what it is, the batch): some of them, each with the same shapes."""
+    for text, change in (*_hole_changes(batch, rows), *_copy_changes(batch, rows)):
+        made = _walk("", batch, change, rows)
+        pairs = zip(batches.leaves(batch), batches.leaves(made), strict=True)
+        if any(not torch.equal(a, b) for a, b in pairs):
+            yield text, made
+
+
+def _copy_changes(batch: Any, rows: int) -> Iterator[tuple[str, Change]]:
+    """Rows of the second half that are those of the first: ids, groups and labels then coincide.
+
+    In all of their tensors; in those of whole numbers, beside other values; and in one of these
+    alone: what rows that are alike in all do to each other may be nothing.
+    """
+    source = torch.arange(rows) % max(1, rows // 2)
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.index_select(0, source.to(tensor.device))
+
+    def whole(tensor: Tensor) -> bool:
+        return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+    found = [t for t in batches.leaves(batch) if batches.has_rows(t, rows)]
+    numbers = [t for t in found if whole(t)]
+    yield "some rows alike", lambda name, tensor: copied(tensor)
+    if numbers and len(numbers) < len(found):
+        yield "the same numbers in some rows", lambda name, t: copied(t) if whole(t) else t
+    if len(numbers) < 2:
+        return
+    for one in sorted(numbers, key=lambda t: t.dim())[:_ALONE]:
+
+        def alone(name: str, tensor: Tensor, one: Tensor = one) -> Tensor:
+            return copied(tensor) if tensor is one else tensor
+
+        yield "the same numbers of one tensor in some rows", alone
+
+
+def _hole_changes(batch: Any, rows: int) -> tuple[tuple[str, Change], ...]:
     target = _target_name(batch)
 
     def labels(name: str, tensor: Tensor) -> bool:
@@ -56,8 +96,8 @@ def with_holes(batch: Any, rows: int) -> Iterator[tuple[str, Any]]:
 
     def shorter(name: str, tensor: Tensor) -> Tensor:
         """What may be lengths, one of each row; as labels they stay valid ones."""
-        whole = tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1
-        if not whole or int(tensor.min()) < 0:
+        wide = tensor.dtype in (torch.int32, torch.int64) and tensor.dim() == 1
+        if not wide or int(tensor.min()) < 0:
             return tensor
         most = int(tensor.max())
         if not most or not any(most <= size for size in sizes):
@@ -66,16 +106,12 @@ def with_holes(batch: Any, rows: int) -> Iterator[tuple[str, Any]]:
         steps = torch.arange(rows, device=tensor.device) * max(1, most // 3) % most
         return tensor.clamp(max=1) * (most - steps.to(tensor.dtype).sort().values)
 
-    for text, change in (
+    return (
         ("holes in masks and labels", scattered),
         ("zeros at the end of rows", padded),
         ("a first row without labels", empty),
         ("other lengths of rows", shorter),
-    ):
-        made = _walk("", batch, change, rows)
-        pairs = zip(batches.leaves(batch), batches.leaves(made), strict=True)
-        if any(not torch.equal(a, b) for a, b in pairs):
-            yield text, made
+    )
 
 
 def _widths(batch: Any, rows: int) -> set[int]:

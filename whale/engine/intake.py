@@ -83,6 +83,7 @@ class Intake:
         """
         local = isinstance(given, LocalBatch)
         data = given.data if local else given
+        batches.refuse_layouts(data)
         rows = given.total_rows if local else batches.num_rows(given)
         held = sum(high - low for low, high in given.rows) if local else rows
         if not rows:

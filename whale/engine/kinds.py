@@ -104,7 +104,8 @@ class Kinds:
         self.needed = self.splits or parts or len(plan.stages) > 1
         small = sum(p.numel() for p in model.parameters()) <= MOST_COPIED
         self.again = parts and check_parts and small and not rechecked
-        self._novelty = Novelty(example) if self.again else None
+        # Of batches to train on and to evaluate: the code may be another.
+        self._novelty = {t: Novelty(example) for t in (True, False) if self.again}
         self._seen: set[Hashable] = set()
         self._values: set[Hashable] = set()
         self._sizes = self._uses = 0
@@ -128,7 +129,7 @@ class Kinds:
         self._uses += 1
         late = rarely(self._uses, _FIRST) and bool(self._moved())
         late = late or (self.again and self._uses in _AGAIN)
-        if self._novelty is not None and self._novelty.is_new(batch.data, _FIRST):
+        if self.again and self._novelty[signature.training].is_new(batch.data, _FIRST):
             late = True
         new = self._is_new(_Kind(signature, settings, flags_of(self.running)))
         if not new and not late:
@@ -178,17 +179,22 @@ class Kinds:
     @contextmanager
     def _as_running(self) -> Iterator[None]:
         """The user's model with these numbers and words."""
-        before = [(module, name, vars(module)[name]) for module, name, _ in self._moved()]
-        for module, name, value in self._moved():
-            vars(module)[name] = value
+        moved = self._moved()
+        before = [(_holder(module, name), name) for module, name, _ in moved]
+        kept = [holder[name] for holder, name in before]
+        for (holder, name), old, (_, _, value) in zip(before, kept, moved, strict=True):
+            holder[name] = torch.full_like(old, value) if isinstance(old, torch.Tensor) else value
         try:
             yield
         finally:
-            for module, name, value in before:
-                vars(module)[name] = value
+            for (holder, name), old in zip(before, kept, strict=True):
+                holder[name] = old
 
     def _look(self, batch: LocalBatch, signature: Signature) -> None:
         grad = torch.is_grad_enabled()
+        held = sum(high - low for low, high in batch.rows)
+        whole = replace(batch, total_rows=held, rows=((0, held),))
+        data = batches.take_clear_rows(whole, 0, held, None)
         with ExitStack() as stack:
             for around in (
                 bare(self.model),
@@ -211,21 +217,30 @@ class Kinds:
                 self.judge(captured.graph, captured.called)
             look(
                 self.model,
-                batch.data,
+                data,
                 self.loss,
                 self.plan,
                 captured,
                 outputs=self.outputs,
-                check=self.check_parts and batches.num_rows(batch.data) > 1,
+                check=self.check_parts and batches.num_rows(data) > 1,
                 training=signature.training,
             )
 
 
 def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Numbers and words that modules hold, by path and attribute."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in attributes(module).items()
-        if isinstance(value, bool | int | float | str)
-    }
+    """Numbers and words that modules hold, by path and attribute; as buffers without dims too."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in model.named_modules():
+        for name, value in attributes(module).items():
+            if isinstance(value, bool | int | float | str):
+                found[path, name] = value
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            continue  # they count batches, and with a momentum nothing comes of it
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.dim() and not buffer.is_meta:
+                found[path, name] = buffer.item()
+    return found
+
+
+def _holder(module: nn.Module, name: str) -> dict[str, Any]:
+    return module._buffers if name in module._buffers else vars(module)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from whale.engine.weights import plain_tensors
 from whale.errors import WhaleError
@@ -47,9 +48,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
 def _refuse_views(model: nn.Module) -> None:
     """Attributes that are views of a weight: a copy of the model has old values there."""
     known = {id(p): span for p in model.parameters() if (span := _span(p)) is not None}
+    computed = _made_before_forwards(model)
     for tensor in plain_tensors(model):
         span = _span(tensor)
-        if span is None or id(tensor) in known:
+        if span is None or id(tensor) in known or id(tensor) in computed:
             continue
         for name, parameter in model.named_parameters():
             low, high = known.get(id(parameter), (0, 0))
@@ -59,6 +61,16 @@ def _refuse_views(model: nn.Module) -> None:
                     "slice): what trains is a copy, in which it would keep the first values",
                     hint=f"read {name} itself where it is needed",
                 )
+
+
+def _made_before_forwards(model: nn.Module) -> set[int]:
+    """Attributes that a hook of `nn.utils.spectral_norm` makes anew before every forward."""
+    return {
+        id(getattr(module, hook.name))
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, SpectralNorm)
+    }
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -59,7 +59,10 @@ def check_parts(
     size = sum(p.numel() for p in model.parameters())
     width = max(t.numel() // total for t in batches.leaves(batch) if batches.has_rows(t, total))
     large = size > MOST_COPIED or size * width > _LARGE
-    rows = _num_rows(_FEW_ROWS if large else _ROWS, total, model)
+    # What has no rows must not look as if it had them.
+    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    sizes |= {t.shape[0] for t in batches.leaves(batch) if t.dim() and t.shape[0] != total}
+    rows = _num_rows(_FEW_ROWS if large else _ROWS, total, sizes)
     alone = replicas == 1 and plan.num_micro_batch == 1
     if alone or any(t.is_meta for t in tensors):
         return Trial(router_losses=has_router_losses(model))
@@ -122,7 +125,6 @@ def check_parts(
     ) from error
 
 
-def _num_rows(wished: tuple[int, ...], total: int, model: nn.Module) -> int:
-    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+def _num_rows(wished: tuple[int, ...], total: int, sizes: set[int]) -> int:
     found = (rows for rows in wished if rows <= total and rows not in sizes)
     return next(found, min(wished[0], total))

@@ -50,7 +50,7 @@ from whale.runtime.meeting import Details, ElsewhereError, Meetings, wake_others
 from whale.runtime.optimizer import check_apart, check_elementwise, check_no_hooks, make_optimizer
 from whale.runtime.outputs import Merge, merge
 from whale.runtime.signature import autocast, no_autocast
-from whale.runtime.sums import GlobalSums, gradient_factor, mean_loss
+from whale.runtime.sums import GlobalSums, SameSizes, gradient_factor, mean_loss
 
 _LOG = logging.getLogger("whale")
 
@@ -131,6 +131,7 @@ class Step:
         self._presence = Presence(trainable, lowered.params, lowered.device)
         self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
         self._drift = Drift(model, plan, lowered, rank, changes)
+        self._same_sizes = SameSizes()
         self._read_at = 0
         self.num_steps = 0
         self._heartbeat = start_heartbeat(
@@ -253,6 +254,7 @@ class Step:
             totals = self._run(taken, self._actions, lowered.grads, sums.start)
         lowered.grads.wait()
         numbers = sums.wait()
+        self._same_sizes.note(numbers)
         self._outsiders.after(lowered.executor)
         self._compare_branches(taken)
         max_norm = self._config.optimizer.max_grad_norm
@@ -304,6 +306,8 @@ class Step:
         lowered.context.step = -1 - self.num_steps
         try:
             with torch.no_grad():
+                if self._recheck is not None:
+                    self._recheck.before_evaluation(self.num_steps, taken.batch)
                 self._prepare(taken)
                 totals = self._run(taken, self._forward_actions, None)
             self._compare_branches(taken)
@@ -312,7 +316,9 @@ class Step:
                 lowered.model.train()  # modules may do more then than to turn a flag
             for module, flag in flags.items():
                 module.training = flag
-        metrics: dict[str, Any] = {"loss": mean_loss(self._sum(totals.sums))}
+        numbers = self._sum(totals.sums)
+        self._same_sizes.note(numbers)
+        metrics: dict[str, Any] = {"loss": mean_loss(numbers)}
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
 

@@ -204,6 +204,19 @@ def num_rows(batch: Any) -> int:
     return sizes[0]
 
 
+def refuse_layouts(batch: Any) -> None:
+    """Sparse and nested tensors have no rows that could be cut, sent or traced."""
+    for tensor in leaves(batch):
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise WhaleError(
+                f"the batch holds a {kind} tensor of {tensor.dim()} dims and {tensor.dtype}; Whale "
+                "cuts the rows of plain (strided) ones",
+                hint="give a padded dense tensor and a mask or lengths, or the indices and values "
+                "of each row as dense tensors, and make the sparse or nested one in the model",
+            )
+
+
 def has_rows(tensor: torch.Tensor, rows: int) -> bool:
     """Whether dim 0 of a batch tensor is the batch; others are passed whole to every rank."""
     return tensor.dim() > 0 and tensor.shape[0] == rows
@@ -224,6 +237,17 @@ def take_rows(batch: Any, low: int, high: int, device: torch.device | None = Non
         return part if device is None else part.to(device, non_blocking=True)
 
     return _walk(batch, cut)
+
+
+def take_clear_rows(batch: LocalBatch, low: int, high: int, device: torch.device | None) -> Any:
+    """Rows [low, high), or a few less: as many as no tensor without rows has first.
+
+    In what is left of a batch, that a tensor has rows is seen by its size alone.
+    """
+    pairs = zip(leaves(batch.data), batch.batched, strict=True)
+    sizes = {t.shape[0] for t, batched in pairs if not batched and t.dim()}
+    fit = (count for count in range(high - low, 1, -1) if count not in sizes)
+    return take_rows(batch, low, low + next(fit, high - low), device)
 
 
 def spread_rows(batch: Any, count: int, device: torch.device) -> Any:

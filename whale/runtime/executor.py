@@ -30,6 +30,7 @@ from whale.runtime.outputs import Part
 from whale.runtime.signature import Context
 from whale.runtime.stage import Border, DeferredWork, Outcome, StageModule, WeightGradient
 from whale.runtime.transfers import Channels
+from whale.runtime.weighing import NUMBERS
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Totals:
     """A rank's contribution to the step's global numbers."""
 
     sums: torch.Tensor
-    """[4]: the sum of its parts' `Weighed.numbers`."""
+    """[NUMBERS]: the sum of its parts' `Weighed.numbers`."""
     named: list[Part]
 
 
@@ -133,7 +134,7 @@ class Executor:
         self._cuts = micro_batch_cuts(total_rows, self.plan.num_micro_batch)
         self._batch, self._grads = batch, grads
         self.context.batch_rows = total_rows
-        self._totals = Totals(torch.zeros(4, dtype=torch.float64, device=self.device), [])
+        self._totals = Totals(torch.zeros(NUMBERS, dtype=torch.float64, device=self.device), [])
         last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
         ends = {i: frozenset(s for s, j in last.items() if j > i) for i in last.values()}
         forwards = max((i for i, a in enumerate(actions) if a.kind in ("F", "SF")), default=-1)

@@ -6,148 +6,17 @@ not apply gives None, and so does a function without one: the result then has no
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from whale.runtime import forms
+from whale.runtime.form_table import FormTable, dims_of, tensors
 from whale.runtime.forms import Form, Term
 from whale.runtime.means import Count, address, elements, summed_count
-
-Marks = dict[int, "weakref.ref[Tensor]"]
-
-
-class FormTable:
-    """The Forms of the tensors seen so far, and what else is known of them.
-
-    Attributes:
-        rows: Rows of the part being computed.
-        ragged: Tensors whose size depends on values.
-        constant: Tensors made of parameters alone.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.ragged: Marks = {}
-        self.constant: Marks = {}
-        self._forms: dict[int, tuple[Form, bool]] = {}
-        self._keep: list[Tensor] = []
-        self._turns: dict[int, Tensor] = {}
-        """Comparisons of sums over rows."""
-
-    def form(self, value: Any) -> Form | None:
-        """How it is made, if that is known."""
-        return self._forms[id(value)][0] if isinstance(value, Tensor) and self._has(value) else None
-
-    def _has(self, value: Tensor) -> bool:
-        # The forward of an autograd.Function runs here too, without gradients; what it gives back
-        # has them, by a backward of its own that the sums made in it know nothing of.
-        found = self._forms.get(id(value))
-        return found is not None and found[1] == value.requires_grad
-
-    def set(self, out: Tensor, form: Form) -> Tensor:
-        """`out` is made so."""
-        self._keep.append(out)
-        self._forms[id(out)] = (form, out.requires_grad)
-        return out
-
-    def forget(self, out: Tensor) -> None:
-        """`out` was changed by something unknown."""
-        self._forms.pop(id(out), None)
-
-    def has_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether any argument has one."""
-        return bool(self._forms) and any(map(self._has, tensors(args, kwargs)))
-
-    def has_ragged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether any argument's size depends on values."""
-        return bool(self.ragged) and any(id(t) in self.ragged for t in tensors(args, kwargs))
-
-    def fixed(self, x: Any) -> bool:
-        """Whether no row has a part in it."""
-        return isinstance(x, nn.Parameter) or id(x) in self.constant
-
-    def penalty(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a function has to do with parameters alone, or with what is held beside them.
-
-        That is compared element by element, has the very shape of what is made of parameters, and
-        no gradient.
-        """
-        given = list(tensors(args, kwargs))
-        if name not in _ELEMENTWISE:
-            return bool(given) and all(map(self.fixed, given))
-        made = {tuple(x.shape) for x in given if self.fixed(x)}
-        return bool(made) and all(
-            self.fixed(x) or (x.dim() > 0 and tuple(x.shape) in made and not x.requires_grad)
-            for x in given
-        )
-
-    def over_rows(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a reduction leaves no rows: that of all dims, or of the first if it is theirs."""
-        dims = _dims(args, kwargs)
-        if dims is None or not x.dim():
-            return True
-        own = {d % x.dim() for d in dims}
-        return len(own) == x.dim() or (0 in own and x.shape[0] == self.rows)
-
-    def bent(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> Form | None:
-        """The Form of a function of a sum over rows that bends, here or for other rows.
-
-        A trial sees the side that its rows are on; of a part and of the whole it may be another.
-        """
-        # Of `where`, what decides: `where(n > 0, total / n, 0)` is a mean.
-        given = list(tensors(args[:1] if name == "where" else args, kwargs))
-        made = [form for x in given if (form := self.form(x)) is not None]
-        problem = next((form.problem for form in made if form.problem), "")
-        turns = any(id(x) in self._turns for x in given)
-        bends = name in _BENDS and any(form.summed and forms.has_grad(form) for form in made)
-        if not (problem or turns or bends):
-            return None
-        problem = problem or (
-            f"the loss is `{name}` of a sum or mean over rows, which may bend in a part of them "
-            "where it does not in all"
-        )
-        found: Form | None = None
-        for tensor in tensors((out,), {}):
-            if not tensor.is_floating_point():
-                self._turns[id(tensor)] = tensor
-                continue
-            form = Form(terms=(Term(total=tensor),), problem=problem)
-            found = form if tensor is out else None
-            if tensor is not out:  # of several results
-                self.set(tensor, form)
-        return found
-
-    def mark(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, ragged: bool
-    ) -> None:
-        """Notes of a result whether its size depends on values, or nothing of it on rows."""
-        if ragged or name in _RAGGED or _masks(name, args):
-            _note(self.ragged, out)
-        elif self.penalty(name, args, kwargs):
-            _note(self.constant, out)
-
-
-def _masks(name: str, args: tuple[Any, ...]) -> bool:
-    if name == "where":
-        return len(args) == 1
-    if name != "__getitem__":
-        return False
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index)
-
-
-def _note(table: Marks, out: Any) -> None:
-    for tensor in out if isinstance(out, (tuple, list)) else (out,):
-        if isinstance(tensor, Tensor):
-            key = id(tensor)
-            table[key] = weakref.ref(tensor, lambda _, key=key: table.pop(key, None))  # type: ignore[misc]
 
 
 def mean_of_rows(
@@ -161,32 +30,13 @@ def mean_of_rows(
         return None
     more = {key: value for key, value in kwargs.items() if key != "input"}
     if name == "nanmean":
-        whole = _dims(args, kwargs) is None
+        whole = dims_of(args, kwargs) is None
         return (x.nansum(), summed_count(~x.isnan())) if whole else None
     # A sum of many may be more than float16 holds.
-    narrow = x.dtype == torch.float16 and _dims(args, kwargs) is None and not more.get("dtype")
+    narrow = x.dtype == torch.float16 and dims_of(args, kwargs) is None and not more.get("dtype")
     total = torch.sum(x.float() if narrow else x, *args[1:], **more)
     size = x.numel() // max(1, total.numel())
     return total, elements(size, t.rows, x, ragged=ragged)
-
-
-def tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among arguments."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from (item for item in value if isinstance(item, Tensor))
-
-
-def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """The dims of a reduction; None: all."""
-    said = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    if said is None or isinstance(said, torch.dtype):
-        return None
-    if isinstance(said, int):
-        return (said,)
-    return tuple(said) or None
 
 
 # ---- rules ---------------------------------------------------------------------------------------
@@ -213,7 +63,11 @@ def _mean_of(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Fo
         return None
     if args[1:] or set(kwargs) - {"dim"}:
         return None
-    return forms.each(form, lambda total: func(total, **kwargs))
+    if out.dim():
+        return forms.each(form, lambda total: func(total, **kwargs))
+    # How many were put together may be how many rows there are.
+    size = (args[0] if args else kwargs["input"]).numel()
+    return forms.scaled(forms.each(form, torch.sum), float(size), divide=True)
 
 
 def _product(t: FormTable, func: Any, args: Any, kwargs: Any, out: Any) -> Form | None:
@@ -333,6 +187,8 @@ def _plus(t: FormTable, args: Any, kwargs: Any, out: Tensor, sign: float) -> For
     if b is None or b.inverse:
         return None
     negated = b if sign > 0 else forms.each(b, torch.neg)
+    if negated.summed and out.numel() == 1 and not negated.fits(out):  # acc = zeros(1); acc += loss
+        negated = forms.each(negated, lambda total: total.reshape(out.shape))
     return forms.shifted(negated, args[0], out)
 
 
@@ -398,32 +254,19 @@ def _forgiving(form: Form) -> Form:
 
 
 def _stack(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form | None:
+    """stack, cat and hstack of sums and means."""
     parts = args[0] if args else kwargs["tensors"]
     made = [t.form(x) for x in parts]
-    return forms.stacked(made, parts) if any(f is not None for f in made) else None
+    if all(form is None for form in made) or kwargs.get("out") is not None:
+        return None
+    more = {key: value for key, value in kwargs.items() if key != "tensors"}
+    return forms.joined(made, parts, lambda each: func(each, *args[1:], **more))
 
 
 _CASTS = frozenset(
     "float double half bfloat16 long int to type type_as clone cpu cuda detach view reshape "
     "squeeze unsqueeze contiguous".split()
 )
-_BENDS = frozenset(
-    "clamp clamp_ clamp_min clamp_max clip abs __abs__ abs_ relu relu_ leaky_relu max min maximum "
-    "minimum fmax fmin where hardtanh sign floor ceil round trunc gt lt ge le eq ne __gt__ __lt__ "
-    "__ge__ __le__ __eq__ __ne__ greater less logical_and logical_or logical_not __and__ __or__ "
-    "__xor__ __invert__ __rand__ __ror__ bitwise_and bitwise_or bitwise_not amax amin aminmax "
-    "argmax argmin argsort sort msort topk kthvalue median nanmedian mode cummax cummin heaviside "
-    "fmod remainder __mod__ __floordiv__ floor_divide frac threshold threshold_ hardshrink "
-    "softshrink hardsigmoid hardswish relu6 elu elu_ selu celu gelu silu mish softplus softsign "
-    "tanhshrink logsigmoid log_sigmoid tanh tanh_ sigmoid sigmoid_ softmax log_softmax softmin "
-    "logsumexp erf exp expm1 exp2 prelu rrelu hardtanh_ leaky_relu_ l1_loss smooth_l1_loss "
-    "huber_loss hinge_embedding_loss relu6_".split()
-)
-_ELEMENTWISE = frozenset(
-    "add __add__ __radd__ sub __sub__ __rsub__ rsub subtract mul __mul__ __rmul__ multiply div "
-    "__truediv__ __rtruediv__ divide mse_loss l1_loss smooth_l1_loss huber_loss dist".split()
-)
-_RAGGED = frozenset("masked_select nonzero argwhere unique unique_consecutive".split())
 Rule = Callable[[FormTable, Any, Any, Any, Any], Form | None]
 RULES: dict[str, Rule] = {
     # By the name of the function.
@@ -448,5 +291,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys("reciprocal pow __pow__".split(), _inverse),
     "nan_to_num": _finite,
     "where": _where,
-    "stack": _stack,
+    **dict.fromkeys("stack cat concat concatenate hstack".split(), _stack),
 }

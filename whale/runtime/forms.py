@@ -31,12 +31,15 @@ class Term:
         divisor: A number it is divided by. Whether that is the same for all parts (a coefficient)
             or a count of this part's rows cannot be seen in a number.
         size: Elements that were added up.
+        scaled: Whether anything was multiplied with it, or divided by: with other sums, it is not
+            one sum any more.
     """
 
     total: Tensor
     count: Count | None = None
     divisor: Number = 1.0
     size: int = 0
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +141,8 @@ def scaled(form: Form, by: Number, *, divide: bool) -> Form | None:
         if form.rest is not None:  # a count of nothing divides nothing else
             return None
     terms = tuple(
-        replace(t, divisor=t.divisor * by if divide else t.divisor / by) for t in form.terms
+        replace(t, divisor=t.divisor * by if divide else t.divisor / by, scaled=True)
+        for t in form.terms
     )
     rest = form.rest
     if rest is not None:
@@ -168,7 +172,24 @@ def added(a: Form, b: Form, sign: float) -> Form | None:
     terms = b.terms if sign > 0 else tuple(replace(t, total=-t.total) for t in b.terms)
     rests = [r for r in (a.rest, None if b.rest is None else b.rest * sign) if r is not None]
     rest = None if not rests else rests[0] if len(rests) == 1 else rests[0] + rests[1]
-    return Form(terms=a.terms + terms, rest=rest, problem=a.problem or b.problem)
+    return Form(terms=_merged(a.terms + terms), rest=rest, problem=a.problem or b.problem)
+
+
+def _merged(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """Plain sums are one sum: a loop over rows or chunks may add any number of them."""
+    plain = [t for t in terms if t.count is None and not t.scaled]
+    if len(plain) < 2:
+        return tuple(terms)
+    total = plain[0].total
+    for term in plain[1:]:
+        total = total + term.total
+    sizes = [term.size for term in plain]
+    one = Term(total=total, size=sum(sizes) if all(sizes) else 0)
+    return tuple(
+        one if t is plain[0] else t
+        for t in terms
+        if t is plain[0] or not any(t is p for p in plain)
+    )
 
 
 def shifted(form: Form, by: Number, like: Tensor) -> Form | None:
@@ -183,23 +204,44 @@ def shifted(form: Form, by: Number, like: Tensor) -> Form | None:
     return replace(form, rest=by if form.rest is None else form.rest + by)
 
 
-def stacked(forms: Sequence[Form | None], parts: Sequence[Tensor]) -> Form | None:
-    """Scalars one behind the other."""
+def joined(
+    forms: Sequence[Form | None], parts: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]
+) -> Form | None:
+    """Sums and means put together in one tensor, each in its place."""
+    zeros = [torch.zeros_like(part) for part in parts]
+
+    def alone(place: int, value: Tensor) -> Tensor:
+        return join([*zeros[:place], value, *zeros[place + 1 :]])
+
     terms: list[Term] = []
     rest: list[Tensor] = []
     problem = ""
     for place, (form, part) in enumerate(zip(forms, parts, strict=True)):
-        if part.dim():
-            return None
         if form is None:
+            if part.dim() > 1 or part.numel() > 1:  # it may have rows
+                return None
             rest.append(part)
             continue
-        if form.inverse or form.floor or not form.summed:
+        if form.inverse or form.floor or not form.summed or not form.fits(part):
             return None
         problem = problem or form.problem
-        rest.append(torch.zeros_like(part) if form.rest is None else form.rest)
-        for term in form.terms:
-            alone = [torch.zeros_like(term.total)] * len(parts)
-            alone[place] = term.total
-            terms.append(replace(term, total=torch.stack(alone)))
-    return Form(terms=tuple(terms), rest=torch.stack(rest), problem=problem)
+        rest.append(zeros[place] if form.rest is None else form.rest)
+        terms += [replace(term, total=alone(place, term.total)) for term in form.terms]
+    return Form(terms=_merged(terms), rest=join(rest), problem=problem)
+
+
+def assigned(old: Form | None, new: Form | None, before: Tensor, index: Any, value: Any) -> Form:
+    """`x[index] = value` of an x that was `before`."""
+
+    def put(base: Tensor, item: Any) -> Tensor:
+        made = base.clone()
+        made[index] = item
+        return made
+
+    none = torch.zeros_like(before)
+    terms = [replace(t, total=put(t.total, 0.0)) for t in (() if old is None else old.terms)]
+    terms += [replace(t, total=put(none, t.total)) for t in (() if new is None else new.terms)]
+    base = before if old is None else none if old.rest is None else old.rest
+    item = value if new is None else 0.0 if new.rest is None else new.rest
+    problem = next((form.problem for form in (old, new) if form is not None and form.problem), "")
+    return Form(terms=tuple(terms), rest=put(base, item), problem=problem)

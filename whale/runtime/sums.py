@@ -5,10 +5,14 @@ Place in the flow: begun by Step as soon as a rank's last forward is done, read 
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 import torch.distributed as dist
 
+from whale.errors import WhaleError
 from whale.runtime.executor import Totals
+from whale.runtime.weighing import NUMBERS
 
 
 class GlobalSums:
@@ -16,7 +20,7 @@ class GlobalSums:
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         self.num_ranks = num_ranks
-        self.numbers = torch.zeros(4, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=device)
         self.work: dist.Work | None = None
         self.started = False
 
@@ -52,3 +56,42 @@ def gradient_factor(sums: torch.Tensor) -> torch.Tensor:
     count = torch.maximum(sums[1], sums[2])
     nothing = (count == 0) & (sums[3] == 0)
     return 1.0 / torch.where(nothing, torch.ones_like(count), count)
+
+
+class SameSizes:
+    """Looks whether means that are added had the same sizes for their rows on all parts.
+
+    A mean of as many elements as its rows happen to have tokens may look like one over rows; with
+    another mean beside it, no weight of a part is exact then. On a GPU nothing waits for the
+    numbers: they are read when they have come.
+    """
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque(maxlen=64)
+
+    def note(self, numbers: torch.Tensor) -> None:
+        """The numbers of a step, over all ranks."""
+        if not numbers.is_cuda:
+            _refuse_other_sizes(numbers.tolist())
+            return
+        copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copied.copy_(numbers, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._coming.append((copied, event))
+        while self._coming and self._coming[0][1].query():
+            _refuse_other_sizes(self._coming.popleft()[0].tolist())
+
+
+def _refuse_other_sizes(numbers: list[float]) -> None:
+    parts, mark, squares = numbers[4:]
+    spread = parts * squares - mark * mark
+    if parts and not spread <= 1e-9 * mark * mark:
+        raise WhaleError(
+            "the loss adds means, of which one has another number of elements for its rows on "
+            f"some parts than on others (over {parts:.0f} parts, a mean of "
+            f"{mark / parts:.6g} and a spread of {max(spread, 0.0) ** 0.5 / parts:.3g} of what "
+            "should be one number): no single weight of a part makes their sum exact",
+            hint="select the elements with a mask (x[mask].mean()), or say what is averaged with "
+            "wh.weighted_mean(total, count)",
+        )

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from whale.errors import WhaleError
-from whale.runtime.form_rules import RULES, FormTable, mean_of_rows
+from whale.runtime.compat import in_transform
+from whale.runtime.form_rules import RULES, mean_of_rows
+from whale.runtime.form_table import FormTable
 from whale.runtime.forms import TINY, Form, Term
 from whale.runtime.means import Count, Number, known_mean, weighted_mean
 from whale.runtime.recompute import RerunMode
@@ -25,6 +27,8 @@ NOTHING = ("nothing",)
 """The origin of a count of no rows, which is like any other."""
 MOST_COUNTS = 15
 """Different counts in one loss."""
+NUMBERS = 7
+"""What a part adds to the numbers of a step (`Weighed.numbers`)."""
 
 Meet = Callable[[Tensor], Tensor]
 """The SUM of some numbers over all parts."""
@@ -75,19 +79,28 @@ class Weighed:
         count: Its weight.
         floor: The count of all parts is at least the sum of these.
         divides: Whether the loss code itself divides by its count (`Count.divides`).
+        sizes: Of several means under one count, how many elements each has for one of the first.
+            They must be the same on all parts.
     """
 
     total: Tensor
     count: Tensor
     floor: Tensor
     divides: bool = False
+    sizes: tuple[float, ...] = ()
 
     @property
     def numbers(self) -> Tensor:
-        """[4]: what it adds to the loss, the count, the least count, and the parts that divide."""
-        divides = torch.full_like(self.count, float(self.divides))
-        added = (self.total.detach(), self.count, self.floor, divides)
-        return torch.stack([number.double() for number in added])
+        """[NUMBERS]: the loss that it adds, the count, the least count, the parts that divide.
+
+        Then the parts with several means, and of a number made of their sizes the sum and that of
+        its square: alike on all parts, these two tell nothing new.
+        """
+        mark = sum(place * size for place, size in enumerate(self.sizes, 1))
+        plain = (float(self.divides), float(bool(self.sizes)), mark, mark * mark)
+        added = (self.total.detach(), self.count, self.floor)
+        more = torch.tensor(plain, dtype=torch.float64).to(self.count.device, non_blocking=True)
+        return torch.cat([torch.stack([number.double() for number in added]), more])
 
 
 class MeanTracker(RerunMode):
@@ -107,9 +120,11 @@ class MeanTracker(RerunMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            return func(*args, **kwargs)
         table = self.table
+        if name in ("__get__", "__set__"):
+            return table.property(func, args, kwargs)
+        if in_transform():  # of torch.func: what its functions see is of no row, and has no address
+            return func(*args, **kwargs)
         ragged = table.has_ragged(args, kwargs)
         if func is weighted_mean or not table.has_form(args, kwargs):
             found = None
@@ -119,11 +134,15 @@ class MeanTracker(RerunMode):
                 found = mean_of_rows(table, name, args, kwargs, ragged=ragged)
             if found is not None:
                 return self._made(*found)
+        given = table.before(name, args, kwargs)
         out = func(*args, **kwargs)
+        if name == "__setitem__":
+            table.assigned(args, given[0])
+            return out
         rule = RULES.get(name)
         form = table.bent(name, args, kwargs, out)
         if form is None and rule is not None:
-            form = rule(table, func, args, kwargs, out)
+            form = rule(table, func, given, kwargs, out)
         if form is not None and isinstance(out, Tensor) and form.fits(out):
             table.set(out, form)
         elif args and out is args[0]:
@@ -199,6 +218,7 @@ class MeanTracker(RerunMode):
                 count=first.value.detach().double() + first.extra * portion,
                 floor=floor * portion,
                 divides=any(c.divides for c in counts),
+                sizes=self._sizes(counts, first),
             )
         if meet is None or weighing is None or not weighing.joins:
             raise WhaleError(
@@ -217,6 +237,12 @@ class MeanTracker(RerunMode):
                 over = (known.pop(0) + term.count.extra).clamp(min=float(term.count.floor))
                 totals.append(term.total / over.to(term.total.dtype))
         return Weighed(total=_added(totals, rest, share), count=portion, floor=none)
+
+    def _sizes(self, counts: list[Count], first: Count) -> tuple[float, ...]:
+        """None where there is nothing to compare: one mean, no rows, or means over nothing."""
+        if len(counts) < 2 or not self.rows or any(c.origin == NOTHING for c in counts):
+            return ()
+        return tuple(c.per / first.per for c in counts)
 
     def divisors(self, loss: Tensor) -> list[float] | None:
         """The numbers that the terms of the loss are divided by; None: it has no Form."""
