@@ -23,8 +23,8 @@ from whale.engine.face import bare
 from whale.engine.held import MOST_COPIED
 from whale.engine.look import look
 from whale.engine.novelty import Novelty
+from whale.engine.outside import as_it_was
 from whale.engine.rarely import rarely
-from whale.engine.stillness import function_as_before
 from whale.engine.variants import Flags, flags_in_training, flags_of, modes_of
 from whale.errors import WhaleError
 from whale.ir.model_graph import ModelGraph
@@ -192,7 +192,7 @@ class Kinds:
         with ExitStack() as stack:
             for around in (
                 bare(self.model),
-                function_as_before(self.loss),
+                as_it_was(self.model, self.loss),
                 modes_of(self.model, self.running),
                 self._as_running(),
                 torch.inference_mode(False),

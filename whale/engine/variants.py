@@ -22,10 +22,10 @@ from whale.engine.capture import ROWS, Captured, capture, trace
 from whale.engine.changes import refuse_across_stages
 from whale.engine.face import bare
 from whale.engine.lower import Lowered, make_stages
+from whale.engine.outside import as_it_was
 from whale.engine.program import Program, check_rows
 from whale.engine.rarely import rarely
 from whale.engine.replay import gives_the_same
-from whale.engine.stillness import function_as_before
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import placed
 from whale.ir.plan import Plan
@@ -158,7 +158,7 @@ class Variants:
         """Around a trace: the modes and the autocast of the run it is for."""
         with (
             bare(self.model),
-            function_as_before(self.loss),
+            as_it_was(self.model, self.loss),
             modes_of(self.model, self.lowered.model),
             torch.inference_mode(False),
             torch.enable_grad(),
