@@ -27,6 +27,7 @@ from whale.engine.fakes import fake_batch, fake_copy
 from whale.engine.graph import Run, graph_of
 from whale.engine.layers import find_layers, layer_tags, open_uncalled
 from whale.engine.match import split_options
+from whale.engine.outside import as_it_was
 from whale.engine.probe import seen_draws
 from whale.engine.program import Program, merge, tensors_in, tree_map
 from whale.engine.readers import Readers
@@ -81,7 +82,12 @@ def _run(
     evaluates: bool = False,
 ) -> Run:
     """One run on fakes of `rows` rows; `seen` says which Layers there are, and learns of calls."""
-    with generators.seeded(0) as asked, fake_mode(), computed_by(model, shapes_only):
+    with (
+        as_it_was(model, loss),
+        generators.seeded(0) as asked,
+        fake_mode(),
+        computed_by(model, shapes_only),
+    ):
         fake, names, values = fake_copy(model)
         if evaluates:
             fake.eval()

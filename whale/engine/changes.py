@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.outside import as_it_was
 from whale.engine.weights import copied
 from whale.errors import PlanError
 from whale.ir.model_graph import placed
@@ -236,17 +237,18 @@ def _run(
     judge = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
     fixed = {name: tensor.clone() for name, tensor in tried.named_buffers() if name in exact}
     losses = []
-    for part in parts:
+    with as_it_was(tried, judge):
+        for part in parts:
+            torch.manual_seed(0)
+            losses = [_loss(tried, judge, part)]
+            with torch.no_grad():
+                for name, tensor in tried.named_buffers():
+                    if name in fixed:
+                        tensor.copy_(fixed[name])
+        state = state_of(tried, judge, values=True)
+        tried.eval()
         torch.manual_seed(0)
-        losses = [_loss(tried, judge, part)]
-        with torch.no_grad():
-            for name, tensor in tried.named_buffers():
-                if name in fixed:
-                    tensor.copy_(fixed[name])
-    state = state_of(tried, judge, values=True)
-    tried.eval()
-    torch.manual_seed(0)
-    return state, (losses[-1], _loss(tried, judge, parts[-1]))
+        return state, (losses[-1], _loss(tried, judge, parts[-1]))
 
 
 def _loss(model: nn.Module, loss: Any, part: Any) -> Any:

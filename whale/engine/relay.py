@@ -21,6 +21,7 @@ from whale.engine.capture import Captured
 from whale.engine.differences import GRADIENT, allowed, close
 from whale.engine.held import MOST_COPIED, with_noise
 from whale.engine.loss_parts import LossParts
+from whale.engine.outside import as_it_was
 from whale.engine.program import Op
 from whale.engine.random import place_draws
 from whale.engine.replay import Replay
@@ -162,7 +163,8 @@ class _Team:
     def alone(self, batch: Any, loss: batches.Loss | None) -> _Ran:
         """The model's own code."""
         model, rows = self.model, batches.num_rows(batch)
-        with _without_gradients([model]), self._drawing(model, rows):
+        around = as_it_was(model, loss)
+        with _without_gradients([model]), around, self._drawing(model, rows):
             before = _buffers(model)
             value = batches.call_model(model, loss, batches.own(batch))["loss"]
             if self.training and value.requires_grad:

@@ -57,7 +57,7 @@ class Still(RerunMode):
 
 
 @contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def as_before(model: nn.Module, loss: Any = None) -> Iterator[None]:
     """Inside, modules may change what they hold; afterwards it is what it was.
 
     Dropout that modules draw inside torch's kernels (attention, recurrent layers) is off.
@@ -68,7 +68,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices), as_it_was(model):
+        with torch.random.fork_rng(devices=devices), as_it_was(model, loss):
             for module in model.modules():
                 if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
                     module.dropout = 0.0
