@@ -285,6 +285,8 @@ def refuse_across_stages(plan: Plan, model: nn.Module, captured: Any) -> None:
     """With several stages, what a forward changes must belong to a Layer of one of them."""
     if len(plan.stages) == 1 or captured.program is None:
         return
+    if captured.counted is not None:
+        raise captured.counted
     if global_forward_hooks():
         raise PlanError(
             f"forward hooks on all modules (register_module_forward_hook) see modules that "

@@ -13,7 +13,7 @@ import builtins
 import dis
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -205,12 +205,15 @@ class Outside:
         self.boxes = search.found()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Inside, code may change what it likes; afterwards it is what it was."""
+    def kept(self) -> Iterator[Callable[[], list[str]]]:
+        """Inside, code may change what it likes; afterwards it is what it was.
+
+        Gives a function that says what has changed.
+        """
         memo: dict[int, Any] = {}
         before = [(box, _taken(box, memo)) for box in self.boxes]
         try:
-            yield
+            yield lambda: [box.name for box, values in before if not box.holds(values)]
         finally:
             for box, values in before:
                 if not box.holds(values):
@@ -231,7 +234,7 @@ def _taken(box: Box, memo: dict[int, Any]) -> Values:
 
 
 @contextmanager
-def as_it_was(model: nn.Module, loss: Any = None) -> Iterator[None]:
-    """Around runs of the user's code that only look."""
-    with Outside(model, loss).kept():
-        yield
+def as_it_was(model: nn.Module, loss: Any = None) -> Iterator[Callable[[], list[str]]]:
+    """Around runs of the user's code that only look; gives a function that says what they moved."""
+    with Outside(model, loss).kept() as moved:
+        yield moved

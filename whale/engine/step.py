@@ -295,6 +295,7 @@ class Step:
             norm.settle()
 
     def _evaluate(self, taken: Taken) -> dict[str, Any]:
+        self._face.following.follow()
         self._settle()
         lowered = self._lowered
         flags = {module: module.training for module in lowered.model.modules()}
