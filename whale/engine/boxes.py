@@ -65,6 +65,10 @@ class Box:
         now = self.read()
         return len(now) == len(values) and all(map(is_, now, values))
 
+    def named(self, values: Values) -> dict[Any, Any]:
+        """What was read, by key, attribute or place."""
+        return dict(enumerate(values))
+
 
 class Items(Box):
     """A dict, list, deque or set."""
@@ -78,12 +82,17 @@ class Items(Box):
         """The same object, with what was in it."""
         self.thing.clear()
         if isinstance(self.thing, dict):
-            half = len(values) // 2
-            self.thing.update(zip(values[:half], values[half:], strict=True))
+            self.thing.update(_halves(values))
         elif isinstance(self.thing, set):
             self.thing.update(values)
         else:
             self.thing.extend(values)
+
+    def named(self, values: Values) -> dict[Any, Any]:
+        """Of a dict by key, of a set by item."""
+        if isinstance(self.thing, dict):
+            return _halves(values)
+        return dict.fromkeys(values, True) if isinstance(self.thing, set) else super().named(values)
 
 
 class Variables(Box):
@@ -105,6 +114,10 @@ class Variables(Box):
                 self.thing.pop(name, None)
             else:
                 self.thing[name] = value
+
+    def named(self, values: Values) -> dict[Any, Any]:
+        """By name."""
+        return {n: v for n, v in zip(self.names, values, strict=True) if v is not _ABSENT}
 
 
 class Fields(Box):
@@ -130,6 +143,12 @@ class Fields(Box):
         if self.held is not None:
             self.held.write(values[len(self.slots) :])
 
+    def named(self, values: Values) -> dict[Any, Any]:
+        """By attribute."""
+        slots = zip(self.slots, values, strict=False)
+        found = {n: v for n, v in slots if v is not _ABSENT}
+        return {**found, **_halves(values[len(self.slots) :])}
+
 
 class Kind(Box):
     """The attributes of a class."""
@@ -141,13 +160,16 @@ class Kind(Box):
 
     def write(self, values: Values) -> None:
         """Only what is another now."""
-        half = len(values) // 2
-        before = dict(zip(values[:half], values[half:], strict=True))
+        before = _halves(values)
         for name in [n for n in vars(self.thing) if n not in before and not _special(n)]:
             delattr(self.thing, name)
         for name, value in before.items():
             if vars(self.thing).get(name, _ABSENT) is not value and not _special(name):
                 setattr(self.thing, name, value)
+
+    def named(self, values: Values) -> dict[Any, Any]:
+        """Without what every class has."""
+        return {n: v for n, v in _halves(values).items() if not _special(n)}
 
 
 class Cell(Box):
@@ -257,6 +279,33 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
     return []
 
 
+GONE = object()
+"""In the place of a value that is not there any more."""
+
+
+def changes(box: Box, before: Values, now: Values) -> dict[Any, tuple[Any, Any]]:
+    """(old, new) by key, where it is another value; `GONE` where there is none."""
+    olds, news = box.named(before), box.named(now)
+    found = {}
+    for key in (*news, *(k for k in olds if k not in news)):
+        old, new = olds.get(key, GONE), news.get(key, GONE)
+        if old is not new and not (plain(old, new) and old == new and type(old) is type(new)):
+            found[key] = (old, new)
+    return found
+
+
+def plain(*values: Any) -> bool:
+    """Whether nothing can change them."""
+    return all(isinstance(value, PLAIN) for value in values)
+
+
+def inside_of(name: str, key: Any, holder: Any) -> str:
+    """What to call an item or an attribute."""
+    if isinstance(holder, dict | list | tuple | deque):
+        return f"{name}[{key!r}]"
+    return f"{name}.{key}" if key is not None else name
+
+
 def with_iterators_copied(values: Values, memo: dict[int, Any]) -> Values | None:
     """The same with iterators that run apart from these; None: there are none."""
     if not any(isinstance(value, _ITERATORS) for value in values):
@@ -276,6 +325,11 @@ def _slots(kind: type) -> Iterator[str]:
             if slot not in ("__dict__", "__weakref__"):
                 hidden = slot.startswith("__") and not slot.endswith("__")
                 yield f"_{each.__name__.lstrip('_')}{slot}" if hidden else slot
+
+
+def _halves(values: Values) -> dict[Any, Any]:
+    half = len(values) // 2
+    return dict(zip(values[:half], values[half:], strict=True))
 
 
 def _special(name: str) -> bool:

@@ -18,7 +18,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from whale.engine.boxes import PLAIN, Array, Box, Fields, Items, Plain, Values, box_of, children
+from whale.engine.boxes import (
+    GONE,
+    PLAIN,
+    Array,
+    Box,
+    Fields,
+    Items,
+    Plain,
+    Values,
+    box_of,
+    changes,
+    children,
+    inside_of,
+    plain,
+)
 from whale.engine.rarely import rarely
 from whale.engine.tally import Tally
 from whale.engine.weights import reachable
@@ -117,7 +131,7 @@ class Following:
         theirs = dict(children(local))
         for key, value in children(user):
             if key in theirs:
-                yield value, theirs[key], _name(name, key, user), glue
+                yield value, theirs[key], inside_of(name, key, user), glue
 
     def follow(self) -> None:
         """Makes the copy hold what the script has put into its objects since."""
@@ -140,55 +154,24 @@ class Following:
     def _take_over(self, watched: _Watched) -> bool:
         """Whether anything came that holds more."""
         box, before, now = watched.box, watched.values, watched.box.read()
+        found = changes(box, before, now)
         if isinstance(box, Array):
-            changes: dict[Any, tuple[Any, Any]] = {None: ("other values", "these")}
-        elif isinstance(box.thing, set):
-            changes = {item: (item in before, item in now) for item in {*before} ^ {*now}}
-        else:
-            changes = _changes(_by_key(box, before), _by_key(box, now))
-        for key, (old, new) in changes.items():
-            name = _name(box.name, key, box.thing) if key is not None else box.name
+            found = {None: ("some values", "others")}
+        for key, (old, new) in found.items():
+            name = inside_of(box.name, key, box.thing)
             if watched.glue:
                 said = "its code between Layers was traced with the value it had"
                 raise _refusal(name, old, new, said, hint=_HINT_IN_GLUE)
             if isinstance(new, nn.Module) or next(reachable(new), None) is not None:
                 raise _refusal(name, old, new, "tensors of the script are not those that train")
             self._tally.note(name, new)
-        if changes and watched.local is not box.thing:
-            _merge(box, watched.local, before, changes)
+        if found and watched.local is not box.thing:
+            _merge(box, watched.local, before, found)
         watched.values = now
-        return any(not isinstance(new, PLAIN) for _, new in changes.values())
+        return not plain(*(new for _, new in found.values() if new is not GONE))
 
 
-_GONE = object()
-
-
-def _by_key(box: Box, values: Values) -> dict[Any, Any]:
-    """What was read of a dict, an object or a list, by key, attribute or place."""
-    if isinstance(box, Fields):
-        slots = dict(zip(box.slots, values, strict=False))
-        return {**slots, **_by_key(box.held, values[len(slots) :])} if box.held else slots
-    if isinstance(box.thing, dict):
-        half = len(values) // 2
-        return dict(zip(values[:half], values[half:], strict=True))
-    return dict(enumerate(values))
-
-
-def _changes(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
-    """(old, new) by key, where it is another value; `_GONE` where there is none."""
-    found = {}
-    for key in (*now, *(k for k in before if k not in now)):
-        old, new = before.get(key, _GONE), now.get(key, _GONE)
-        if old is not new and not (_plain(old, new) and old == new and type(old) is type(new)):
-            found[key] = (old, new)
-    return found
-
-
-def _plain(*values: Any) -> bool:
-    return all(isinstance(value, PLAIN) for value in values)
-
-
-def _merge(box: Box, local: Any, before: Values, changes: Mapping[Any, tuple[Any, Any]]) -> None:
+def _merge(box: Box, local: Any, before: Values, found: Mapping[Any, tuple[Any, Any]]) -> None:
     """The same changes in the copy's counterpart, which a forward may have changed too."""
     if isinstance(box, Array):
         if local.tobytes() != before[0]:
@@ -196,35 +179,35 @@ def _merge(box: Box, local: Any, before: Values, changes: Mapping[Any, tuple[Any
         np.copyto(local, box.thing)
         return
     if isinstance(box.thing, set):
-        for item, (_, there) in changes.items():
-            local.add(item) if there else local.discard(item)
+        for item, (_, new) in found.items():
+            local.discard(item) if new is GONE else local.add(item)
         return
     own = box_of(local, box.name)
     assert isinstance(own, Fields | Items)
-    theirs = _by_key(own, own.read())
-    for key, (old, new) in changes.items():
-        has = theirs.get(key, _GONE)
-        if _plain(old) and not (_plain(has) and has == old):
+    theirs = own.named(own.read())
+    for key, (old, new) in found.items():
+        has = theirs.get(key, GONE)
+        if plain(old) and not (plain(has) and has == old):
             said = f"the forward changes it too, and it is {has!r} in the copy that trains"
-            raise _refusal(_name(box.name, key, box.thing), old, new, said)
+            raise _refusal(inside_of(box.name, key, box.thing), old, new, said)
     if isinstance(box.thing, list | deque):
         if len(theirs) != len(before):
             raise _refusal(box.name, f"{len(before)} items", "others", "the forward changes it too")
-        for key, (_, new) in changes.items():
-            theirs[key] = new if new is _GONE else _own(new)
-        own.write(tuple(value for _, value in sorted(theirs.items()) if value is not _GONE))
+        for key, (_, new) in found.items():
+            theirs[key] = new if new is GONE else _own(new)
+        own.write(tuple(value for _, value in sorted(theirs.items()) if value is not GONE))
         return
-    for key, (_, new) in changes.items():
+    for key, (_, new) in found.items():
         _put(local, key, new)
 
 
 def _put(local: Any, key: Any, new: Any) -> None:
     if isinstance(local, dict):
-        if new is _GONE:
+        if new is GONE:
             local.pop(key, None)
         else:
             local[key] = _own(new)
-    elif new is _GONE:
+    elif new is GONE:
         object.__delattr__(local, key)
     else:
         object.__setattr__(local, key, _own(new))
@@ -234,14 +217,8 @@ def _own(value: Any) -> Any:
     return value if callable(value) else copy.deepcopy(value)
 
 
-def _name(name: str, key: Any, holder: Any) -> str:
-    if isinstance(holder, dict | list | tuple | deque):
-        return f"{name}[{key!r}]"
-    return f"{name}.{key}"
-
-
 def _refusal(name: str, old: Any, new: Any, why: str, hint: str = _HINT) -> WhaleError:
-    said = ["nothing" if v is _GONE else repr(v)[:60] for v in (old, new)]
+    said = ["nothing" if v is GONE else repr(v)[:60] for v in (old, new)]
     return WhaleError(
         f"{name} is changed from {said[0]} to {said[1]} while a step is open, which trains a copy: "
         f"{why}",

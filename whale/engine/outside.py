@@ -13,8 +13,9 @@ import builtins
 import dis
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -22,23 +23,31 @@ import torch
 from torch import nn
 
 from whale.engine.boxes import (
+    GONE,
     PLAIN,
     Box,
     Cell,
     Items,
     Kind,
+    Plain,
     Values,
     Variables,
     box_of,
+    changes,
     children,
+    inside_of,
     is_own,
     with_iterators_copied,
 )
+from whale.engine.rarely import rarely
+from whale.engine.tally import Tally
 
 _MOST = 3000
 """Things that are looked at, nearest first."""
 _ITEMS = 1000
 """Items of one container of which each is looked into."""
+_SEARCHES = 8
+"""Times that new objects are looked into; then the 16th, 32nd, ..."""
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _BUILDERS = frozenset({"__init__", "__new__", "__init_subclass__"})
 
@@ -189,13 +198,14 @@ class Outside:
         model: Its modules are others' to keep, with their weights and buffers; what their
             attributes hold is kept here.
         loss: A function, a module, any callable; None: the model's own.
+        objects: Whether what attributes of modules hold is among it.
     """
 
-    def __init__(self, model: nn.Module, loss: Any = None) -> None:
+    def __init__(self, model: nn.Module, loss: Any = None, *, objects: bool = True) -> None:
         modules = dict(model.named_modules())
         search = _Search([*modules.values(), *model.parameters(), *model.buffers()])
         search.add(loss, "the loss")
-        for path, module in modules.items():
+        for path, module in modules.items() if objects else ():
             if not type(module).__module__.startswith("torch."):
                 held = {k: v for k, v in vars(module).items() if k not in _OF_MODULES}
                 search.boxes.append(Variables(module.__dict__, path, _iterators(held)))
@@ -238,3 +248,52 @@ def as_it_was(model: nn.Module, loss: Any = None) -> Iterator[Callable[[], list[
     """Around runs of the user's code that only look; gives a function that says what they moved."""
     with Outside(model, loss).kept() as moved:
         yield moved
+
+
+@dataclass(slots=True)
+class _Held:
+    """A box, and what was in it."""
+
+    box: Box
+    values: Values
+
+
+class Watch:
+    """Flags and numbers that the code of a model and a loss reads, and that move while it trains.
+
+    Variables of files, attributes of classes, closures and defaults: a script that turns one leads
+    to code that was not seen at build.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        self._model, self._loss = model, loss
+        self._tally = Tally()
+        self._calls = self._searches = 0
+        self._search()
+
+    def _search(self) -> None:
+        self._searches += 1
+        boxes = Outside(self._model, self._loss, objects=False).boxes
+        boxes = [b for b in boxes if not isinstance(b, Plain) and (b.thing or b.read())]
+        every = [_Held(box, box.read()) for box in boxes]
+        self._small = [each for each in every if len(each.values) <= _ITEMS]
+        self._large = [each for each in every if len(each.values) > _ITEMS]
+
+    def settings(self) -> Hashable:
+        """Alike where nothing has changed that may lead to other code."""
+        self._calls += 1
+        moved = [each for each in self._small if not each.box.holds(each.values)]
+        if self._large and rarely(self._calls):
+            moved += [each for each in self._large if not each.box.holds(each.values)]
+        more = False
+        for each in moved:
+            box, before, now = each.box, each.values, each.box.read()
+            each.values = now
+            for key, (_, new) in changes(box, before, now).items():
+                self._tally.note(inside_of(box.name, key, box.thing), new)
+                more |= not isinstance(new, PLAIN) and new is not GONE
+        if more and rarely(self._searches, _SEARCHES):
+            self._search()
+        elif more:
+            self._searches += 1
+        return self._tally.key()

@@ -10,7 +10,7 @@ variants.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,9 @@ class Variant:
     """Numbers of rows for which the program was held against a trace of its own."""
     totals: set[int] = field(default_factory=set)
     """Sizes of global batches all of whose parts were."""
+    before: set[int] = field(default_factory=set)
+    """Numbers of rows for which it once was, as `checked`."""
+    settings: Hashable = ()
     uses: int = 0
 
 
@@ -80,7 +83,7 @@ class Variants:
         self._first: Signature | None = None
         self._known: OrderedDict[tuple[Signature, Flags, bool], Variant] = OrderedDict()
 
-    def built(self, signature: Signature) -> None:
+    def built(self, signature: Signature, settings: Hashable) -> None:
         """The stages the Step was built with are those of this signature."""
         program, self._first = self.lowered.program, signature
         if program is not None:
@@ -91,18 +94,27 @@ class Variants:
                 program=program,
                 origins=now.origins,
                 result=self.lowered.result,
+                settings=settings,
             )
 
-    def of(self, batch: LocalBatch, signature: Signature) -> Variant | None:
-        """The variant for a batch of this signature; None: one stage, which is always the same."""
+    def of(self, batch: LocalBatch, signature: Signature, settings: Hashable) -> Variant | None:
+        """The variant for a batch of this signature; None: one stage, which is always the same.
+
+        `settings`: numbers that code reads beside the batch, as they are now.
+        """
         if len(self.plan.stages) == 1:
             return None
         key = (signature, flags_of(self.lowered.model), torch.is_grad_enabled())
-        found = self._known.pop(key, None) or self._make(batch.data, signature)
+        found = self._known.pop(key, None)
+        if found is None:
+            found = self._make(batch.data, signature)
+            found.settings = settings
         self._known[key] = found
         found.uses += 1
-        if found.uses > 1 and rarely(found.uses):
+        moved, found.settings = settings != found.settings, settings
+        if moved or (found.uses > 1 and rarely(found.uses)):
             # A Python number that code between stages or the loss reads may be another now.
+            found.before |= found.checked
             found.checked.clear()
             found.totals.clear()
         self._check_rows(found, batch, signature)
@@ -134,9 +146,9 @@ class Variants:
                 ) from error
             try:
                 check_rows(variant.program, traced, rows)
-            except CaptureError:
+            except CaptureError as error:
                 if not self._replays(variant, rows, signature):
-                    raise
+                    raise _moved(error) if rows in variant.before else error
             variant.checked.add(rows)
         variant.totals.add(batch.total_rows)
 
@@ -195,6 +207,16 @@ class Variants:
         return Variant(
             stages=stages, program=program, origins=program.origins(), result=captured.result
         )
+
+
+def _moved(error: CaptureError) -> CaptureError:
+    return CaptureError(
+        f"{error.message}: it was the same before, so it reads a number that is another now",
+        hint="code between Layers and the loss are traced with the numbers they read; pass one "
+        "that changes in the batch, as a tensor without dims, or read it inside one annotated "
+        "module",
+        where=error.where,
+    )
 
 
 def flags_of(model: nn.Module) -> Flags:
