@@ -32,7 +32,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -45,7 +44,7 @@ from whale.engine.rarely import rarely
 from whale.engine.tally import Tally
 from whale.engine.weights import reachable
 from whale.errors import WhaleError
-from whale.runtime.compat import uncompiled
+from whale.runtime.compat import has_compiled_forward, uncompiled
 
 _LOG = logging.getLogger("whale")
 _METHODS = ("forward", "state_dict", "load_state_dict", "named_parameters", "named_buffers")
@@ -239,9 +238,7 @@ class Face:
                     "open, which trains a copy",
                     hint="register hooks before wh.parallelize",
                 )
-            if len(user._modules) != len(members) or not all(
-                map(is_, user._modules.values(), members)
-            ):
+            if tuple(user._modules.values()) != members:
                 raise WhaleError(
                     f"a {type(user).__name__} has {len(user._modules)} modules in it now, other "
                     f"than the {len(members)} it had when the model was parallelized: what trains "
@@ -447,9 +444,17 @@ def bare(model: nn.Module) -> Iterator[None]:
     _take_off(found)
     for module, name, tensors in held:
         module.__dict__[name] = dict(tensors)
+    # A copy would take them with it, and run the user's own module.
+    compiled = [(m, m.__dict__.pop("forward")) for m in model.modules() if has_compiled_forward(m)]
     try:
         yield
     finally:
+        for module, forward in compiled:
+            now = module.__dict__.get("forward")
+            if isinstance(now, _Method):
+                now.before = forward
+            else:
+                module.__dict__["forward"] = forward
         for module, name, tensors in held:
             now = module.__dict__[name]
             if not isinstance(now, _Tensors) and tensors.face.step() is not None:
@@ -467,7 +472,7 @@ def plainly(function: Function) -> Function:
     @functools.wraps(function)
     def called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inside = uncompiled(model)
-        if inside is not model:
+        if inside is not model or any(has_compiled_forward(m) for m in inside.modules()):
             hide_from_compiler()
             warnings.warn(
                 f"{type(inside).__name__} is compiled: Whale runs its own code instead, with the "

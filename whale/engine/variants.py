@@ -148,7 +148,9 @@ class Variants:
                 check_rows(variant.program, traced, rows)
             except CaptureError as error:
                 if not self._replays(variant, rows, signature):
-                    raise _moved(error) if rows in variant.before else error
+                    if rows not in variant.before:
+                        raise
+                    raise _moved(error) from error
             variant.checked.add(rows)
         variant.totals.add(batch.total_rows)
 
