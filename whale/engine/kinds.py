@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from whale.engine.capture import capture
-from whale.engine.changes import attributes
+from whale.engine.changes import attributes, exact_buffers
 from whale.engine.face import bare
 from whale.engine.held import MOST_COPIED
 from whale.engine.look import look
@@ -108,7 +108,8 @@ class Kinds:
         self._seen: set[Hashable] = set()
         self._values: set[Hashable] = set()
         self._sizes = self._uses = 0
-        self._start = _numbers(running)
+        self._joined = exact_buffers(model)
+        self._start = _numbers(running, self._joined)
 
     def built(self, signature: Signature, settings: Hashable) -> None:
         """The kind that the Step was built with, to train on and to evaluate."""
@@ -164,10 +165,12 @@ class Kinds:
     def _moved(self) -> list[tuple[nn.Module, str, Any]]:
         """Numbers and words that forwards have changed in the running copy: code may look at them.
 
+        Buffers of one element are numbers too.
+
         As (the user's module, attribute, value in the copy).
         """
         modules = dict(self.model.named_modules(remove_duplicate=False))
-        now = _numbers(self.running)
+        now = _numbers(self.running, self._joined)
         return [
             (modules[path], name, value)
             for (path, name), value in now.items()
@@ -178,14 +181,19 @@ class Kinds:
     @contextmanager
     def _as_running(self) -> Iterator[None]:
         """The user's model with these numbers and words."""
-        before = [(module, name, vars(module)[name]) for module, name, _ in self._moved()]
+        before = []
         for module, name, value in self._moved():
-            vars(module)[name] = value
+            held: dict[str, Any] = module.__dict__
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                held, value = module._buffers, torch.full_like(buffer, value)
+            before.append((held, name, held[name]))
+            held[name] = value
         try:
             yield
         finally:
-            for module, name, value in before:
-                vars(module)[name] = value
+            for held, name, value in before:
+                held[name] = value
 
     def _look(self, batch: LocalBatch, signature: Signature) -> None:
         grad = torch.is_grad_enabled()
@@ -221,11 +229,16 @@ class Kinds:
             )
 
 
-def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Numbers and words that modules hold, by path and attribute."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in attributes(module).items()
-        if isinstance(value, bool | int | float | str)
-    }
+def _numbers(model: nn.Module, apart: frozenset[str]) -> dict[tuple[str, str], Any]:
+    """Numbers and words that modules hold, by path and attribute; without the buffers `apart`."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in model.named_modules():
+        for name, value in attributes(module).items():
+            if isinstance(value, bool | int | float | str):
+                found[path, name] = value
+        for name, buffer in module._buffers.items():
+            full = f"{path}.{name}" if path else name
+            number = buffer is not None and buffer.numel() == 1 and not buffer.is_meta
+            if buffer is not None and number and full not in apart:
+                found[path, name] = buffer.item()
+    return found
