@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 
 WIDTH = 6
 TICKS = 0
+MEANS: deque[Tensor] = deque(maxlen=2)
 FLAGS: dict[str, Any] = {"ticks": 0, "mode": "plain"}
 
 
@@ -98,6 +99,19 @@ def in_iterator(block: Block) -> float:
     return next(block.numbers)
 
 
+def by_rows(block: Block, x: Tensor) -> Tensor:
+    """A mean of the rows that were seen, which the next forward adds."""
+    before = MEANS[-1]
+    MEANS.append(0.9 * before + 0.1 * x.detach().mean(0))
+    return before
+
+
+def logged(block: Block, x: Tensor) -> Tensor:
+    """One that nobody reads."""
+    MEANS.append(x.detach().mean(0))
+    return torch.zeros(WIDTH)
+
+
 def still(block: Block) -> float:
     return 0.0
 
@@ -167,6 +181,26 @@ class Centring(nn.Module):
         return value
 
 
+class Adding(nn.Module):
+    """Two blocks of which one or both add what is kept outside."""
+
+    def __init__(self, add: Callable[[Any, Tensor], Tensor], *, both: bool) -> None:
+        super().__init__()
+        self.block, self.head = Adder(add), Adder(add) if both else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x))
+
+
+class Adder(nn.Module):
+    def __init__(self, add: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.line, self.add = nn.Linear(WIDTH, WIDTH), add
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x) + (self.add(self, x) if self.training else 0.0)
+
+
 Change = Callable[[Any, int], Any]
 COUNTERS = (
     in_class, in_file, in_default, in_function, in_closure, in_object, in_array, in_iterator,
@@ -202,6 +236,7 @@ def reset() -> None:
     TICKS = 0
     Settings.ticks, Settings.centred, Settings.gain = 0, False, 1.0
     FLAGS.update(ticks=0, mode="plain")
+    MEANS.append(torch.zeros(WIDTH))
     in_function.ticks = 0  # type: ignore[attr-defined]
     in_default.__defaults__ = (deque([0]),)
     torch.manual_seed(0)
@@ -304,6 +339,34 @@ def test_what_a_script_changes_in_objects_is_followed_or_refused() -> None:
             assert isinstance(result, str) == (name in REFUSED), (name, layout, result)
             assert isinstance(result, str) or result < 1e-9, (name, layout, result)
             assert isinstance(result, float) or "hint: " in result, (name, layout, result)
+
+
+def keep() -> dict[tuple[str, bool, str], str | float]:
+    wh.init()
+    torch.set_default_dtype(torch.float64)
+    found: dict[tuple[str, bool, str], str | float] = {}
+    for add in (by_rows, logged):
+        for both, layout in ((False, "data"), (True, "split"), (False, "stages"), (True, "stages")):
+
+            def before(model: Any, index: int) -> None:
+                if index == 0:
+                    MEANS.append(torch.zeros(WIDTH))
+
+            reset()
+            model, batches = Adding(add, both=both), [data(i) for i in range(4)]
+            found[add.__name__, both, layout] = beside(
+                model, batches, LAYOUTS[layout](), before=before
+            )
+    return found
+
+
+def test_what_rows_leave_outside_is_exact_or_refused() -> None:
+    for found in run_ranks(2, keep, timeout=110.0):
+        for (add, both, layout), result in found.items():
+            shared = both and layout == "stages"
+            refused = shared or (add == "by_rows" and layout == "data")
+            assert isinstance(result, str) == refused, (add, both, layout, result)
+            assert isinstance(result, str) or result < 1e-9, (add, both, layout, result)
 
 
 class Normed(nn.Module):

@@ -26,7 +26,7 @@ from whale.engine.fakes import fake_batch, fake_copy
 from whale.engine.graph import Run, graph_of
 from whale.engine.layers import find_layers, large_layers, layer_tags, open_uncalled
 from whale.engine.match import split_options
-from whale.engine.outside import as_it_was
+from whale.engine.outside import Moved, as_it_was
 from whale.engine.probe import seen_draws
 from whale.engine.program import Program, check_rows, merge, tensors_in, tree_map
 from whale.engine.readers import Readers
@@ -69,6 +69,8 @@ class Captured:
     """Paths of all modules that were called."""
     counted: CaptureError | None = None
     """Why stages cannot run it: the glue reads what it changes itself."""
+    moved: Moved = field(default_factory=dict)
+    """What code changes outside of modules."""
 
 
 def _run(model: nn.Module, batch: Any, loss: batches.Loss | None, *args: Any, **more: Any) -> Run:
@@ -385,7 +387,8 @@ def _capture(
         refusal, program = _refuse_foreign(random.foreign), None
     counted = None
     if program is not None and first.moved:
-        counted = _counted(model, batch, loss, program, training, seen, first.moved)
+        moved = next(iter(first.moved.values()))
+        counted = _counted(model, batch, loss, program, training, seen, moved)
     evaluated = _evaluated(model, batch, loss, considered, seen) if considered else None
     examples = {
         path: example
@@ -403,6 +406,7 @@ def _capture(
         changes=first.changes,
         called=frozenset(seen.called),
         counted=counted,
+        moved=first.moved,
     )
 
 
@@ -413,7 +417,7 @@ def _counted(
     program: Program,
     training: bool,
     seen: Seen,
-    moved: list[str],
+    moved: str,
 ) -> CaptureError | None:
     """A trace is of one forward: is the glue of the next one the same?"""
     rows, seen = ROWS[0], Seen(seen.layers, seen.grad)
@@ -425,7 +429,7 @@ def _counted(
         check_rows(program, second, rows)
     except CaptureError as error:
         return CaptureError(
-            f"code between Layers, or the loss, changes {moved[0]} and reads it, and was traced "
+            f"code between Layers, or the loss, changes {moved} and reads it, and was traced "
             f"with the value it had: {error.message}",
             hint="count inside one annotated module, or in the script, and pass the number in the "
             "batch as a tensor without dims; or use one stage",

@@ -13,7 +13,7 @@ import builtins
 import dis
 import functools
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
@@ -25,6 +25,7 @@ from torch import nn
 from whale.engine.boxes import (
     GONE,
     PLAIN,
+    Array,
     Box,
     Cell,
     Items,
@@ -50,6 +51,12 @@ _SEARCHES = 8
 """Times that new objects are looked into; then the 16th, 32nd, ..."""
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _BUILDERS = frozenset({"__init__", "__new__", "__init_subclass__"})
+
+
+Place = tuple[int, str]
+"""Who holds something, by id; and which variable of a file it is."""
+Moved = Mapping[Place, str]
+"""What code has changed, with what to call it."""
 
 
 class _Search:
@@ -198,24 +205,39 @@ class Outside:
         model: Its modules are others' to keep, with their weights and buffers; what their
             attributes hold is kept here.
         loss: A function, a module, any callable; None: the model's own.
-        objects: Whether what attributes of modules hold is among it.
+        objects: Whether what attributes of modules hold is among it; else only its code.
+        layers: Only the code of these parts.
     """
 
-    def __init__(self, model: nn.Module, loss: Any = None, *, objects: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Any = None,
+        *,
+        objects: bool = True,
+        layers: Collection[str] = ("",),
+    ) -> None:
         modules = dict(model.named_modules())
         search = _Search([*modules.values(), *model.parameters(), *model.buffers()])
         search.add(loss, "the loss")
-        for path, module in modules.items() if objects else ():
+        if "" not in layers:
+            inside = [model.get_submodule(path).named_modules(prefix=path) for path in layers]
+            modules = {path: module for each in inside for path, module in each}
+        for path, module in modules.items():
             if not type(module).__module__.startswith("torch."):
                 held = {k: v for k, v in vars(module).items() if k not in _OF_MODULES}
-                search.boxes.append(Variables(module.__dict__, path, _iterators(held)))
+                if objects:
+                    search.boxes.append(Variables(module.__dict__, path, _iterators(held)))
                 for key, value in held.items():
-                    search.add(value, f"{path}.{key}" if path else key)
-        search.add_classes({type(module) for module in modules.values()})
+                    if objects or isinstance(value, FunctionType | functools.partial):
+                        search.add(value, f"{path}.{key}" if path else key)
+                    elif not isinstance(value, PLAIN):
+                        search.add(type(value), type(value).__qualname__)
+        search.add_classes(dict.fromkeys(type(module) for module in modules.values()))
         self.boxes = search.found()
 
     @contextmanager
-    def kept(self) -> Iterator[Callable[[], list[str]]]:
+    def kept(self) -> Iterator[Callable[[], Moved]]:
         """Inside, code may change what it likes; afterwards it is what it was.
 
         Gives a function that says what has changed.
@@ -223,11 +245,41 @@ class Outside:
         memo: dict[int, Any] = {}
         before = [(box, _taken(box, memo)) for box in self.boxes]
         try:
-            yield lambda: [box.name for box, values in before if not box.holds(values)]
+            yield lambda: _moved(before)
         finally:
             for box, values in before:
                 if not box.holds(values):
                     box.write(values)
+
+    def holds(self, place: Place) -> bool:
+        """Whether this code reaches a place."""
+        thing, name = place
+        return any(
+            id(box.thing) == thing and (not isinstance(box, Variables) or name in box.names)
+            for box in self.boxes
+        )
+
+    def state(self) -> dict[str, list[Any]]:
+        """What is in the boxes, by name."""
+        found: dict[str, list[Any]] = {}
+        for box in self.boxes:
+            for key, value in box.named(box.read()).items():
+                name = box.name if isinstance(box, Plain | Array | Cell) else f"{box.name}.{key}"
+                found.setdefault(name, []).append(value)
+        return found
+
+
+def _moved(before: Iterable[tuple[Box, Values]]) -> Moved:
+    found: dict[Place, str] = {}
+    for box, values in before:
+        if box.holds(values):
+            continue
+        if isinstance(box, Variables):
+            keys = changes(box, values, box.read())
+            found.update({(id(box.thing), key): f"{box.name}.{key}" for key in keys})
+        else:
+            found[id(box.thing), ""] = box.name
+    return found
 
 
 def _iterators(held: dict[str, Any]) -> list[str]:
@@ -244,7 +296,7 @@ def _taken(box: Box, memo: dict[int, Any]) -> Values:
 
 
 @contextmanager
-def as_it_was(model: nn.Module, loss: Any = None) -> Iterator[Callable[[], list[str]]]:
+def as_it_was(model: nn.Module, loss: Any = None) -> Iterator[Callable[[], Moved]]:
     """Around runs of the user's code that only look; gives a function that says what they moved."""
     with Outside(model, loss).kept() as moved:
         yield moved
