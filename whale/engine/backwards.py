@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from whale.engine.draw_recorder import is_random
+from whale.engine.outside import as_it_was
 from whale.engine.weights import copied
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
@@ -50,7 +51,7 @@ def check_backwards(model: nn.Module, batch: Any, loss: batches.Loss | None, pla
         trained = [(name, p) for name, p in tried.named_parameters() if p.requires_grad]
         if not trained:
             return
-        with generators.kept(), torch.enable_grad(), watch:
+        with as_it_was(tried, loss), generators.kept(), torch.enable_grad(), watch:
             few = batches.spread_rows(batch, rows, trained[0][1].device)
             value = batches.call_model(tried, loss, batches.own(few))["loss"]
     except WhaleError:

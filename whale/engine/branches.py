@@ -22,7 +22,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from whale.engine.lower import Lowered
+from whale.engine.outside import as_it_was
 from whale.engine.rarely import rarely
+from whale.engine.stillness import Attributes
 from whale.engine.trace import READS, called_by_machinery, user_line
 from whale.errors import CaptureError
 from whale.ir.plan import Plan
@@ -159,7 +161,8 @@ class Branches:
         context = self.lowered.context
         context.first_row, context.rows = low, high - low
         rows = batches.take_rows(batch, low, high, self.lowered.device)
-        with _untouched(self.lowered.model):
+        loss = getattr(self.lowered.executor.stages[0], "loss", None)
+        with _untouched(self.lowered.model), as_it_was(self.lowered.model, loss):
             with around():
                 out = self.lowered.executor.stages[0].forward(rows, {}, high - low)
             assert out.loss is not None
@@ -199,14 +202,17 @@ def _projection(grad: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """In eval mode; buffers and random numbers are afterwards as if nothing had run."""
+    """In eval mode; what modules hold and random numbers are afterwards as if nothing had run."""
     flags = {module: module.training for module in model.modules()}
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    held = [Attributes(module) for module in model.modules()]
     model.eval()
     try:
         with generators.kept():
             yield
     finally:
+        for each in held:
+            each.put_back()
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)

@@ -8,8 +8,7 @@ of every value, the FLOPs per row, and the constants of the glue that grow with 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +24,11 @@ from whale.engine.draw_recorder import DrawRecorder, Randomness
 from whale.engine.examples import Example, example_of
 from whale.engine.fakes import fake_batch, fake_copy
 from whale.engine.graph import Run, graph_of
-from whale.engine.layers import find_layers, layer_tags, open_uncalled
+from whale.engine.layers import find_layers, large_layers, layer_tags, open_uncalled
 from whale.engine.match import split_options
+from whale.engine.outside import Moved, as_it_was
 from whale.engine.probe import seen_draws
-from whale.engine.program import Program, merge, tensors_in, tree_map
+from whale.engine.program import Program, check_rows, merge, tensors_in, tree_map
 from whale.engine.readers import Readers
 from whale.engine.stacked_experts import give_shapes
 from whale.engine.trace import GlueTracer, add_constants, refuse_exchanged
@@ -67,9 +67,21 @@ class Captured:
     """What a forward changes in the model, by name; None: it does not run on fake tensors."""
     called: frozenset[str]
     """Paths of all modules that were called."""
+    counted: CaptureError | None = None
+    """Why stages cannot run it: the glue reads what it changes itself."""
+    moved: Moved = field(default_factory=dict)
+    """What code changes outside of modules."""
 
 
-def _run(
+def _run(model: nn.Module, batch: Any, loss: batches.Loss | None, *args: Any, **more: Any) -> Run:
+    """One run on fakes; what its code changes outside of modules is put back."""
+    with as_it_was(model, loss) as moved:
+        run = _run_there(model, batch, loss, *args, **more)
+        run.moved = moved()
+        return run
+
+
+def _run_there(
     model: nn.Module,
     batch: Any,
     loss: batches.Loss | None,
@@ -373,6 +385,10 @@ def _capture(
     random = seen_draws(first, second, model, batch, loss, training, traced=program is not None)
     if random.foreign and program is not None:
         refusal, program = _refuse_foreign(random.foreign), None
+    counted = None
+    if program is not None and first.moved:
+        moved = next(iter(first.moved.values()))
+        counted = _counted(model, batch, loss, program, training, seen, moved)
     evaluated = _evaluated(model, batch, loss, considered, seen) if considered else None
     examples = {
         path: example
@@ -389,7 +405,36 @@ def _capture(
         examples=examples,
         changes=first.changes,
         called=frozenset(seen.called),
+        counted=counted,
+        moved=first.moved,
     )
+
+
+def _counted(
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    program: Program,
+    training: bool,
+    seen: Seen,
+    moved: str,
+) -> CaptureError | None:
+    """A trace is of one forward: is the glue of the next one the same?"""
+    rows, seen = ROWS[0], Seen(seen.layers, seen.grad)
+    with as_it_was(model, loss):
+        runs = [_run_there(model, batch, loss, rows, set(), True, training, seen) for _ in "12"]
+    second = runs[1].program
+    assert second is not None
+    try:
+        check_rows(program, second, rows)
+    except CaptureError as error:
+        return CaptureError(
+            f"code between Layers, or the loss, changes {moved} and reads it, and was traced "
+            f"with the value it had: {error.message}",
+            hint="count inside one annotated module, or in the script, and pass the number in the "
+            "batch as a tensor without dims; or use one stage",
+        )
+    return None
 
 
 def _refuse_foreign(who: str) -> CaptureError:
@@ -414,23 +459,6 @@ def trace(
         program = _run(model, batch, loss, rows, set(), True, False, seen).program
     assert program is not None
     return program
-
-
-LARGE = 0.25
-"""Of a model's parameters: a smaller Layer is not worth gathering the rows of all replicas for."""
-
-
-def large_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
-    """Linears and embeddings that hold much of the model, and share no weight."""
-    users = Counter(id(p) for layer in layers.values() for p in layer.parameters())
-    total = sum(p.numel() for p in model.parameters())
-    return {
-        path
-        for path, layer in layers.items()
-        if isinstance(layer, nn.Linear | nn.Embedding)
-        and sum(p.numel() for p in layer.parameters()) >= LARGE * total
-        and all(users[id(p)] == 1 for p in layer.parameters())
-    }
 
 
 def _evaluated(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine.outside import Outside, as_it_was
 from whale.engine.weights import copied
 from whale.errors import PlanError
 from whale.ir.model_graph import placed
@@ -185,15 +186,22 @@ class Changes:
 
 
 def find_changes(
-    model: nn.Module, batch: Any, loss: Any, seen: frozenset[str] | None, plan: Plan
+    model: nn.Module,
+    batch: Any,
+    loss: Any,
+    seen: frozenset[str] | None,
+    plan: Plan,
+    *,
+    moves: bool = False,
 ) -> Changes:
     """Tries a few rows on copies of the model, if the capture saw changes or could not look.
 
-    Where no stage has several replicas, nothing can differ by rows.
+    Where no stage has several replicas, nothing can differ by rows. `moves`: whether its code
+    changes something outside of modules.
     """
     exact = exact_buffers(model)
     single = all(sum(w > 0 for w in s.virtual_device.weights) == 1 for s in plan.stages)
-    if single or (seen is not None and not seen - exact):
+    if single or (seen is not None and not seen - exact and not moves):
         return Changes(names=(seen or frozenset()) - exact, by_rows=(), tried=True)
     rows = min(7, batches.num_rows(batch))
     tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
@@ -204,7 +212,7 @@ def find_changes(
     few = batches.spread_rows(batch, rows, device)
     cut = 2 if rows >= 4 else 1
     first, second = batches.take_rows(few, 0, cut), batches.take_rows(few, cut, rows)
-    before = state_of(model, loss, values=True)
+    before = {**_outside(model, loss), **state_of(model, loss, values=True)}
     with generators.kept():
         try:
             one, _ = _run(model, loss, seen, exact, (first,))
@@ -237,17 +245,24 @@ def _run(
     judge = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
     fixed = {name: tensor.clone() for name, tensor in tried.named_buffers() if name in exact}
     losses = []
-    for part in parts:
+    with as_it_was(tried, judge):
+        for part in parts:
+            torch.manual_seed(0)
+            losses = [_loss(tried, judge, part)]
+            with torch.no_grad():
+                for name, tensor in tried.named_buffers():
+                    if name in fixed:
+                        tensor.copy_(fixed[name])
+        state = {**_outside(tried, judge), **state_of(tried, judge, values=True)}
+        tried.eval()
         torch.manual_seed(0)
-        losses = [_loss(tried, judge, part)]
-        with torch.no_grad():
-            for name, tensor in tried.named_buffers():
-                if name in fixed:
-                    tensor.copy_(fixed[name])
-    state = state_of(tried, judge, values=True)
-    tried.eval()
-    torch.manual_seed(0)
-    return state, (losses[-1], _loss(tried, judge, parts[-1]))
+        return state, (losses[-1], _loss(tried, judge, parts[-1]))
+
+
+def _outside(model: nn.Module, loss: Any) -> dict[str, Any]:
+    """What code holds outside of modules, by name."""
+    found = Outside(model, None if isinstance(loss, nn.Module) else loss, objects=False).state()
+    return {name: _token(values, True, _DEPTH) for name, values in found.items()}
 
 
 def _loss(model: nn.Module, loss: Any, part: Any) -> Any:
@@ -284,6 +299,9 @@ def refuse_across_stages(plan: Plan, model: nn.Module, captured: Any) -> None:
     """With several stages, what a forward changes must belong to a Layer of one of them."""
     if len(plan.stages) == 1 or captured.program is None:
         return
+    if captured.counted is not None:
+        raise captured.counted
+    _refuse_outside(plan, model, captured)
     if global_forward_hooks():
         raise PlanError(
             f"forward hooks on all modules (register_module_forward_hook) see modules that "
@@ -310,6 +328,24 @@ def refuse_across_stages(plan: Plan, model: nn.Module, captured: Any) -> None:
                 f"{name} is changed by the forward, {what}: {len(plan.stages)} stages would not "
                 "see it as one device does",
                 hint="change and read it inside one annotated module, or use one stage",
+            )
+
+
+def _refuse_outside(plan: Plan, model: nn.Module, captured: Any) -> None:
+    """A global, a class or a closure that Layers of several stages reach, and a forward changes."""
+    if not captured.moved:
+        return
+    reach = {
+        stage.index: Outside(model, layers=[layer.path for layer in stage.layers])
+        for stage in plan.stages
+    }
+    for place, name in captured.moved.items():
+        stages = [index for index, code in reach.items() if code.holds(place)]
+        if len(stages) > 1:
+            raise PlanError(
+                f"{name} is changed by the forward, outside of modules, and code of stages "
+                f"{stages} reaches it: each would have its own",
+                hint="keep it in an attribute of one module, or put both modules into one stage",
             )
 
 

@@ -13,6 +13,7 @@ module is what a script holds, so its methods are answered by the Step:
 | `model.parameters()` | the user's own; said once that they are not those that train |
 | `model.block.weight`, a buffer | the user's own, from before training; said too |
 | `model.block.temperature = 0.5` | the copy that trains has it too, where its code reads it |
+| `model.config.scale = 2`, `model.sizes[0] = 3` | so do the copy's objects, before the next step |
 | another tensor, module or method set | an error |
 | `requires_grad_`, `half()`, writing to a tensor | an error at the next step |
 
@@ -36,11 +37,14 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
+from whale.engine.boxes import PLAIN
+from whale.engine.following import Following
 from whale.engine.loose_ends import hooked
 from whale.engine.rarely import rarely
+from whale.engine.tally import Tally
 from whale.engine.weights import reachable
 from whale.errors import WhaleError
-from whale.runtime.compat import uncompiled
+from whale.runtime.compat import has_compiled_forward, uncompiled
 
 _LOG = logging.getLogger("whale")
 _METHODS = ("forward", "state_dict", "load_state_dict", "named_parameters", "named_buffers")
@@ -176,11 +180,13 @@ class Face:
         self.steps = 0
         self._step: weakref.ref[Trained] | None = weakref.ref(step)
         self._said: set[str] = set()
-        self._set: dict[str, tuple[int, Any]] = {}
+        self._tally = Tally()
         parts = dict(local.named_modules(remove_duplicate=False))
         modules = list(model.named_modules())
         self.pairs = [(module, parts[path]) for path, module in modules]
         self.copies = {path: parts[path] for path, _ in modules}
+        each = [(path, module, parts[path]) for path, module in modules]
+        self.following = Following(each, lambda path: not self._runs(path), self._tally)
         self.tensors = [*model.named_parameters(), *model.named_buffers()]
         self.note()
         self.methods = [
@@ -215,11 +221,14 @@ class Face:
         self._looks = [_looks(tensor) for _, tensor in self.tensors]
         self._samples = [_sample(tensor) for _, tensor in self.tensors]
         self._hooks = [_hooks(user) for user, _ in self.pairs]
+        self._members = [tuple(user._modules.values()) for user, _ in self.pairs]
 
     def follow(self) -> bool:
         """Takes over the user's flags; whether any was new. Refuses what a step cannot follow."""
+        self.following.follow()
         changed = False
-        for (user, local), hooks in zip(self.pairs, self._hooks, strict=True):
+        every = zip(self.pairs, self._hooks, self._members, strict=True)
+        for (user, local), hooks, members in every:
             if local.training is not user.training:
                 local.training = user.training
                 changed = True
@@ -228,6 +237,14 @@ class Face:
                     f"a hook was put on a {type(user).__name__}, or taken off it, while a step is "
                     "open, which trains a copy",
                     hint="register hooks before wh.parallelize",
+                )
+            if tuple(user._modules.values()) != members:
+                raise WhaleError(
+                    f"a {type(user).__name__} has {len(user._modules)} modules in it now, other "
+                    f"than the {len(members)} it had when the model was parallelized: what trains "
+                    "is a copy",
+                    hint="leave modules out by a flag that the forward looks at, or step.save, "
+                    "step.close and parallelize again",
                 )
         for (name, tensor), look in zip(self.tensors, self._looks, strict=True):
             if _looks(tensor) != look:
@@ -246,15 +263,13 @@ class Face:
             return
         known = {**module._parameters, **module._buffers, **module._modules}
         code = name in known or (callable(value) and hasattr(type(module), name))
-        here = self.layers is None or any(
-            path == x or path.startswith(f"{x}.") or not x for x in self.layers
-        )
+        here = self._runs(path)
         tensors = isinstance(value, nn.Module) or next(reachable(value), None) is not None
         if here and not code and not tensors:
             # Every rank sets it; one that does not run this part has no use for it.
             setattr(self.copies[path], name, value)
-            times, _ = self._set.get(f"{path}.{name}", (0, None))
-            self._set[f"{path}.{name}"] = (times + 1, value)
+            self._tally.note(f"{path}.{name}", value)
+            self.following.stale |= not isinstance(value, PLAIN)
             return
         raise WhaleError(
             f"{path or 'the model'}.{name} is set while a step is open, which trains a copy"
@@ -265,9 +280,12 @@ class Face:
 
     def settings(self) -> Hashable:
         """What the script has set since; of numbers that move all the time, how often, roughly."""
-        return tuple(
-            (name, times.bit_length() if isinstance(value, float) else repr(value))
-            for name, (times, value) in self._set.items()
+        return self._tally.key()
+
+    def _runs(self, path: str) -> bool:
+        """Whether the code of a module runs as it stands; else it was traced."""
+        return self.layers is None or any(
+            path == x or path.startswith(f"{x}.") or not x for x in self.layers
         )
 
     def say_mode(self) -> None:
@@ -426,9 +444,17 @@ def bare(model: nn.Module) -> Iterator[None]:
     _take_off(found)
     for module, name, tensors in held:
         module.__dict__[name] = dict(tensors)
+    # A copy would take them with it, and run the user's own module.
+    compiled = [(m, m.__dict__.pop("forward")) for m in model.modules() if has_compiled_forward(m)]
     try:
         yield
     finally:
+        for module, forward in compiled:
+            now = module.__dict__.get("forward")
+            if isinstance(now, _Method):
+                now.before = forward
+            else:
+                module.__dict__["forward"] = forward
         for module, name, tensors in held:
             now = module.__dict__[name]
             if not isinstance(now, _Tensors) and tensors.face.step() is not None:
@@ -446,7 +472,7 @@ def plainly(function: Function) -> Function:
     @functools.wraps(function)
     def called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inside = uncompiled(model)
-        if inside is not model:
+        if inside is not model or any(has_compiled_forward(m) for m in inside.modules()):
             hide_from_compiler()
             warnings.warn(
                 f"{type(inside).__name__} is compiled: Whale runs its own code instead, with the "

@@ -16,6 +16,7 @@ from torch import nn
 from whale.engine.draw_recorder import Drawn
 from whale.engine.examples import Example
 from whale.engine.lone import allows_rows, joined
+from whale.engine.outside import Moved
 from whale.engine.program import Program, ValueSpec
 from whale.engine.readers import Offers, Read
 from whale.engine.unit_marks import without_unread
@@ -67,6 +68,8 @@ class Run:
     """Whether modules run to see what they offer, beside the model's own calls."""
     reasons: dict[str, dict[str, str]] = field(default_factory=dict)
     """By Layer, why modules of it stay whole."""
+    moved: Moved = field(default_factory=dict)
+    """What its code changed outside of modules."""
 
     @classmethod
     def empty(cls) -> Run:

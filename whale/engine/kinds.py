@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from whale.engine.capture import capture
-from whale.engine.changes import attributes
+from whale.engine.changes import attributes, exact_buffers
 from whale.engine.face import bare
 from whale.engine.held import MOST_COPIED
 from whale.engine.look import look
 from whale.engine.novelty import Novelty
+from whale.engine.outside import as_it_was
 from whale.engine.rarely import rarely
-from whale.engine.stillness import function_as_before
 from whale.engine.variants import Flags, flags_in_training, flags_of, modes_of
 from whale.errors import WhaleError
 from whale.ir.model_graph import ModelGraph
@@ -109,7 +109,8 @@ class Kinds:
         self._seen: set[Hashable] = set()
         self._values: set[Hashable] = set()
         self._sizes = self._uses = 0
-        self._start = _numbers(running)
+        self._joined = exact_buffers(model)
+        self._start = _numbers(running, self._joined)
 
     def built(self, signature: Signature, settings: Hashable) -> None:
         """The kind that the Step was built with, to train on and to evaluate."""
@@ -165,10 +166,12 @@ class Kinds:
     def _moved(self) -> list[tuple[nn.Module, str, Any]]:
         """Numbers and words that forwards have changed in the running copy: code may look at them.
 
+        Buffers of one element are numbers too.
+
         As (the user's module, attribute, value in the copy).
         """
         modules = dict(self.model.named_modules(remove_duplicate=False))
-        now = _numbers(self.running)
+        now = _numbers(self.running, self._joined)
         return [
             (modules[path], name, value)
             for (path, name), value in now.items()
@@ -179,16 +182,19 @@ class Kinds:
     @contextmanager
     def _as_running(self) -> Iterator[None]:
         """The user's model with these numbers and words."""
-        moved = self._moved()
-        before = [(_holder(module, name), name) for module, name, _ in moved]
-        kept = [holder[name] for holder, name in before]
-        for (holder, name), old, (_, _, value) in zip(before, kept, moved, strict=True):
-            holder[name] = torch.full_like(old, value) if isinstance(old, torch.Tensor) else value
+        before = []
+        for module, name, value in self._moved():
+            held: dict[str, Any] = module.__dict__
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                held, value = module._buffers, torch.full_like(buffer, value)
+            before.append((held, name, held[name]))
+            held[name] = value
         try:
             yield
         finally:
-            for (holder, name), old in zip(before, kept, strict=True):
-                holder[name] = old
+            for held, name, value in before:
+                held[name] = value
 
     def _look(self, batch: LocalBatch, signature: Signature) -> None:
         grad = torch.is_grad_enabled()
@@ -198,7 +204,7 @@ class Kinds:
         with ExitStack() as stack:
             for around in (
                 bare(self.model),
-                function_as_before(self.loss),
+                as_it_was(self.model, self.loss),
                 modes_of(self.model, self.running),
                 self._as_running(),
                 torch.inference_mode(False),
@@ -227,20 +233,16 @@ class Kinds:
             )
 
 
-def _numbers(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Numbers and words that modules hold, by path and attribute; as buffers without dims too."""
+def _numbers(model: nn.Module, apart: frozenset[str]) -> dict[tuple[str, str], Any]:
+    """Numbers and words that modules hold, by path and attribute; without the buffers `apart`."""
     found: dict[tuple[str, str], Any] = {}
     for path, module in model.named_modules():
         for name, value in attributes(module).items():
             if isinstance(value, bool | int | float | str):
                 found[path, name] = value
-        if isinstance(module, nn.modules.batchnorm._NormBase):
-            continue  # they count batches, and with a momentum nothing comes of it
         for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.dim() and not buffer.is_meta:
+            full = f"{path}.{name}" if path else name
+            number = buffer is not None and buffer.numel() == 1 and not buffer.is_meta
+            if buffer is not None and number and full not in apart:
                 found[path, name] = buffer.item()
     return found
-
-
-def _holder(module: nn.Module, name: str) -> dict[str, Any]:
-    return module._buffers if name in module._buffers else vars(module)

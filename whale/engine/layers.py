@@ -5,7 +5,8 @@ Place in the flow: first step of `engine.capture`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -103,3 +104,20 @@ def layer_tags(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, Tag]
             tag = tag_of(modules[parent])
         tags[path] = tag
     return tags
+
+
+LARGE = 0.25
+"""Of a model's parameters: a smaller Layer is not worth gathering the rows of all replicas for."""
+
+
+def large_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+    """Linears and embeddings that hold much of the model, and share no weight."""
+    users = Counter(id(p) for layer in layers.values() for p in layer.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    return {
+        path
+        for path, layer in layers.items()
+        if isinstance(layer, nn.Linear | nn.Embedding)
+        and sum(p.numel() for p in layer.parameters()) >= LARGE * total
+        and all(users[id(p)] == 1 for p in layer.parameters())
+    }

@@ -63,7 +63,9 @@ def look(
     """
     changes = Changes(names=captured.changes or frozenset(), by_rows=(), tried=False)
     if training:
-        changes = find_changes(model, batch, loss, captured.changes, plan)
+        changes = find_changes(
+            model, batch, loss, captured.changes, plan, moves=bool(captured.moved)
+        )
         refuse_by_rows(plan, changes)
     refuse_across_stages(plan, model, captured)
     trial = None

@@ -182,7 +182,7 @@ def _calls(
 
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
-        with as_before(model), Still(), torch.no_grad():
+        with as_before(model, loss), Still(), torch.no_grad():
             for path in sorted(paths):
                 module = model.get_submodule(path)
                 handles.append(module.register_forward_pre_hook(look(path), with_kwargs=True))

@@ -21,6 +21,7 @@ from whale.engine.capture import Captured, trace
 from whale.engine.differences import GRADIENT, allowed, close
 from whale.engine.held import MOST_COPIED, undisturbed, with_noise
 from whale.engine.loss_parts import LossParts
+from whale.engine.outside import as_it_was
 from whale.engine.program import Op, check_rows
 from whale.engine.random import place_draws
 from whale.engine.stages import CutStage, StageProgram, parts_of
@@ -79,11 +80,13 @@ def check_relay(
     ]
     overlaps = plan.num_micro_batch > 1
     try:
-        want = team.alone(fed, loss)
+        with as_it_was(team.model, loss):
+            want = team.alone(fed, loss)
     except Exception:  # noqa: BLE001 - other trials, or the step itself, say what is wrong
         return
     try:
-        got = team.together(fed, overlaps=overlaps)
+        with as_it_was(team.model, loss):
+            got = team.together(fed, overlaps=overlaps)
     except WhaleError:
         raise
     except Exception as error:

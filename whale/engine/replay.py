@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from whale.engine.differences import GRADIENT, allowed, close, gradients_of
 from whale.engine.held import MOST_COPIED, undisturbed
+from whale.engine.outside import as_it_was
 from whale.engine.program import Op, Program, Ref, run_ops
 from whale.engine.random import place_draws
 from whale.engine.stages import called
@@ -45,6 +46,7 @@ class Replay:
     def drawing(self, first: int, rows: int, total: int) -> Iterator[PlainDraws]:
         """Around one forward on `rows` of `total` rows; afterwards the model is as before."""
         with ExitStack() as stack:
+            stack.enter_context(as_it_was(self.model))
             stack.enter_context(undisturbed(self.model, torch.get_default_dtype()))
             stack.enter_context(generators.seeded(0))
             draws = PlainDraws(self.model, self.dims, 0)

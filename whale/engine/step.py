@@ -30,6 +30,7 @@ from whale.engine.gather import Gatherer
 from whale.engine.intake import Intake, Taken, differ
 from whale.engine.kinds import Judge, Kinds
 from whale.engine.lower import Lowered, norms_of_own_rows
+from whale.engine.outside import Watch
 from whale.engine.outsiders import Outsiders
 from whale.engine.recheck import recheck
 from whale.engine.sharers import held_tensors
@@ -56,6 +57,8 @@ _LOG = logging.getLogger("whale")
 
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+_SETTINGS = ((), ())
+"""What the script has changed in the model and around it, at the start."""
 Predict = Callable[[Measured | None], Any]
 """Makes a `sim.Report` of the plan, with what was measured beside it."""
 
@@ -95,7 +98,7 @@ class Step:
         self._intake = Intake(batch, plan, lowered.device)
         names = frozenset(outputs)
         self._variants = Variants(model, plan, lowered, loss, names, rank, batch)
-        self._variants.built(self._intake.signature(batch))
+        self._variants.built(self._intake.signature(batch), _SETTINGS)
         self._gatherer = Gatherer(model, plan, lowered, rank)
         weighing = next((p.weighing for p in lowered.parts.values() if not p.whole), None)
         self._recheck = recheck(
@@ -120,7 +123,8 @@ class Step:
             rechecked=self._recheck is not None,
             example=batch,
         )
-        self._kinds.built(self._intake.signature(batch), ())
+        self._watch = Watch(model, loss)
+        self._kinds.built(self._intake.signature(batch), _SETTINGS)
         apart = frozenset(norms_of_own_rows(plan, model))
         held = held_tensors(plan, lowered.model, apart)
         self._guard = Guard(held, rank, plan.num_ranks, lowered.device)
@@ -181,7 +185,7 @@ class Step:
 
     def _prepare(self, taken: Taken) -> None:
         """Puts the stages in place that were traced for batches of this kind."""
-        settings = self._face.settings()
+        settings = (self._face.settings(), self._watch.settings())
         self._kinds.look(taken.batch, taken.signature, settings)
         variant = self._variants.of(taken.batch, taken.signature, settings)
         if variant is not None:
@@ -298,6 +302,7 @@ class Step:
             norm.settle()
 
     def _evaluate(self, taken: Taken) -> dict[str, Any]:
+        self._face.following.follow()
         self._settle()
         lowered = self._lowered
         flags = {module: module.training for module in lowered.model.modules()}

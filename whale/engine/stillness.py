@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from whale.engine.outside import as_it_was
 from whale.errors import WhaleError
 from whale.runtime.compat import about_fakes
 from whale.runtime.recompute import RerunMode
@@ -56,7 +57,7 @@ class Still(RerunMode):
 
 
 @contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def as_before(model: nn.Module, loss: Any = None) -> Iterator[None]:
     """Inside, modules may change what they hold; afterwards it is what it was.
 
     Dropout that modules draw inside torch's kernels (attention, recurrent layers) is off.
@@ -67,7 +68,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), as_it_was(model, loss):
             for module in model.modules():
                 if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
                     module.dropout = 0.0
@@ -89,16 +90,16 @@ _Built = TypeVar("_Built", bound=Callable[..., Any])
 
 
 def leaves_no_trace(build: _Built) -> _Built:
-    """A function that runs the user's code to look at it: the `loss` it is given is as before.
+    """A function that runs the user's code to look at it: what that code changes is as before.
 
     Nor may that code keep tensors of the trace for its real runs.
     """
 
     @functools.wraps(build)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            with function_as_before(kwargs.get("loss")):
-                return build(*args, **kwargs)
+            with as_it_was(model, kwargs.get("loss")):
+                return build(model, *args, **kwargs)
         except Exception as error:
             if not about_fakes(error):
                 raise
@@ -109,43 +110,6 @@ def leaves_no_trace(build: _Built) -> _Built:
             ) from error
 
     return cast(_Built, called)
-
-
-@contextmanager
-def function_as_before(function: Any) -> Iterator[None]:
-    """Inside, a loss may count its calls in a closure or a global; afterwards it has not."""
-    if isinstance(function, nn.Module):  # a copy of it is run
-        yield
-        return
-    inside = getattr(function, "__func__", getattr(function, "func", function))
-    cells = [c for c in getattr(inside, "__closure__", None) or () if _filled(c)]
-    names = getattr(getattr(inside, "__code__", None), "co_names", ())
-    variables = getattr(inside, "__globals__", {})
-    held = {name: variables[name] for name in names if name in variables}
-    values = [cell.cell_contents for cell in cells]
-    contents = [
-        (value, _items(value))
-        for value in (*values, *held.values(), getattr(function, "__dict__", {}))
-        if type(value) in _CONTAINERS
-    ]
-    try:
-        yield
-    finally:
-        for cell, value in zip(cells, values, strict=True):
-            cell.cell_contents = value
-        for name, value in held.items():
-            if isinstance(value, int | float | bool):
-                variables[name] = value
-        for value, items in contents:
-            _refill(value, items)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - empty until its variable is assigned
-    except ValueError:
-        return False
-    return True
 
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict)

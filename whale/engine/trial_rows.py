@@ -29,7 +29,7 @@ from whale.engine.differences import (
 )
 from whale.engine.held import Quiet, held, noisy_copy, undisturbed
 from whale.engine.holes import with_holes
-from whale.engine.stillness import function_as_before
+from whale.engine.outside import Outside
 from whale.engine.weights import copied, in_dtype, module_in
 from whale.errors import WhaleError
 from whale.nn.randomness import BatchDims, Draws, PlainDraws
@@ -132,6 +132,7 @@ class Rows:
         self.loss = module_in(copy.deepcopy(loss), dtype) if isinstance(loss, nn.Module) else loss
         self._take(few)
         self.held = _Calls([], [])
+        self._around: tuple[nn.Module, Outside] | None = None
         self.dims = dims
         self.quiet = Quiet(draws=dims is None and keyed is None)
         self.draws = keyed
@@ -422,8 +423,8 @@ class Rows:
             place = self.draws.at(step=0, first_row=first, rows=rows, micro_rows=self.rows)
         batch = batches.own(batch)
         with (
+            self._outside().kept(),
             undisturbed(self.model, self.dtype, self.written) as stand_ins,
-            function_as_before(loss),
             generators.seeded(0),
             torch.set_grad_enabled(self.gradients),
             computed_by(self.model, router),
@@ -443,6 +444,12 @@ class Rows:
         value = named["loss"]
         assert isinstance(value, Tensor)
         return value
+
+    def _outside(self) -> Outside:
+        """What the code of this model and this loss changes beside modules; found once."""
+        if self._around is None or self._around[0] is not self.model:
+            self._around = self.model, Outside(self.model, self.loss)
+        return self._around[1]
 
     def _gradients(self, value: Tensor) -> list[Tensor | None]:
         wanted = [p for p in self.model.parameters() if p.requires_grad]

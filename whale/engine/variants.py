@@ -22,10 +22,10 @@ from whale.engine.capture import ROWS, Captured, capture, trace
 from whale.engine.changes import refuse_across_stages
 from whale.engine.face import bare
 from whale.engine.lower import Lowered, make_stages
+from whale.engine.outside import as_it_was
 from whale.engine.program import Program, check_rows
 from whale.engine.rarely import rarely
 from whale.engine.replay import gives_the_same
-from whale.engine.stillness import function_as_before
 from whale.errors import CaptureError, WhaleError
 from whale.ir.model_graph import placed
 from whale.ir.plan import Plan
@@ -57,6 +57,9 @@ class Variant:
     """Numbers of rows for which the program was held against a trace of its own."""
     totals: set[int] = field(default_factory=set)
     """Sizes of global batches all of whose parts were."""
+    before: set[int] = field(default_factory=set)
+    """Numbers of rows for which it once was, as `checked`."""
+    settings: Hashable = ()
     uses: int = 0
 
 
@@ -78,10 +81,9 @@ class Variants:
         self.few = batches.take_rows(batch, 0, min(_FEW, batches.num_rows(batch)))
         self._layers = [path for t in plan.taskgraphs for path in t.layers]
         self._first: Signature | None = None
-        self._settings: Hashable = ()
         self._known: OrderedDict[tuple[Signature, Flags, bool], Variant] = OrderedDict()
 
-    def built(self, signature: Signature) -> None:
+    def built(self, signature: Signature, settings: Hashable) -> None:
         """The stages the Step was built with are those of this signature."""
         program, self._first = self.lowered.program, signature
         if program is not None:
@@ -92,28 +94,27 @@ class Variants:
                 program=program,
                 origins=now.origins,
                 result=self.lowered.result,
+                settings=settings,
             )
 
-    def of(
-        self, batch: LocalBatch, signature: Signature, settings: Hashable = ()
-    ) -> Variant | None:
+    def of(self, batch: LocalBatch, signature: Signature, settings: Hashable) -> Variant | None:
         """The variant for a batch of this signature; None: one stage, which is always the same.
 
-        `settings`: attributes of the model that the script has set. Glue may read those of a Layer.
+        `settings`: numbers that code reads beside the batch, as they are now.
         """
         if len(self.plan.stages) == 1:
             return None
-        if settings != self._settings:
-            self._settings = settings
-            for known in self._known.values():
-                known.checked.clear()
-                known.totals.clear()
         key = (signature, flags_of(self.lowered.model), torch.is_grad_enabled())
-        found = self._known.pop(key, None) or self._make(batch.data, signature)
+        found = self._known.pop(key, None)
+        if found is None:
+            found = self._make(batch.data, signature)
+            found.settings = settings
         self._known[key] = found
         found.uses += 1
-        if found.uses > 1 and rarely(found.uses):
+        moved, found.settings = settings != found.settings, settings
+        if moved or (found.uses > 1 and rarely(found.uses)):
             # A Python number that code between stages or the loss reads may be another now.
+            found.before |= found.checked
             found.checked.clear()
             found.totals.clear()
         self._check_rows(found, batch, signature)
@@ -145,9 +146,11 @@ class Variants:
                 ) from error
             try:
                 check_rows(variant.program, traced, rows)
-            except CaptureError:
+            except CaptureError as error:
                 if not self._replays(variant, rows, signature):
-                    raise
+                    if rows not in variant.before:
+                        raise
+                    raise _moved(error) from error
             variant.checked.add(rows)
         variant.totals.add(batch.total_rows)
 
@@ -169,7 +172,7 @@ class Variants:
         """Around a trace: the modes and the autocast of the run it is for."""
         with (
             bare(self.model),
-            function_as_before(self.loss),
+            as_it_was(self.model, self.loss),
             modes_of(self.model, self.lowered.model),
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -206,6 +209,16 @@ class Variants:
         return Variant(
             stages=stages, program=program, origins=program.origins(), result=captured.result
         )
+
+
+def _moved(error: CaptureError) -> CaptureError:
+    return CaptureError(
+        f"{error.message}: it was the same before, so it reads a number that is another now",
+        hint="code between Layers and the loss are traced with the numbers they read; pass one "
+        "that changes in the batch, as a tensor without dims, or read it inside one annotated "
+        "module",
+        where=error.where,
+    )
 
 
 def flags_of(model: nn.Module) -> Flags:

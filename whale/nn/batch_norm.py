@@ -76,7 +76,9 @@ class SyncedBatchNorm:
         return mean, invstd, counts
 
     def _tracks(self) -> bool:
-        return self.module.training and self.module.running_mean is not None
+        module = self.module
+        tracks = module.track_running_stats and module.running_mean is not None
+        return bool(module.training and tracks)
 
     def _next_factor(self) -> float:
         """Counts the batch; the weight of its statistics in the running ones."""

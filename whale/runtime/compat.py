@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import MethodType
 from typing import Any, Protocol, cast
 
 import torch
@@ -248,6 +249,17 @@ def compiled_parts(model: nn.Module) -> list[str]:
         for path, module in model.named_modules()
         if _wraps(module) or module._compiled_call_impl is not None
     ]
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Whether somebody wrote `module.forward = torch.compile(module.forward)`."""
+    own = module.__dict__.get("forward")
+    inside = getattr(own, "_torchdynamo_orig_callable", None)
+    return (
+        isinstance(inside, MethodType)
+        and inside.__self__ is module
+        and inside.__func__ is type(module).forward
+    )
 
 
 def run_eagerly(model: nn.Module) -> None:
