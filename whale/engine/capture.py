@@ -165,15 +165,17 @@ def _watched(
 ) -> Callable[..., Any]:
     replaced = layer.__dict__.get("forward")
     tensors = own_tensors(layer)
+    inside = frozenset(id(module) for module in layer.modules())
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal tensors
         if not tracer.paused:
             refuse_exchanged(path, tensors, own_tensors(layer))
         given = [(held, _items(held)) for held in _containers((args, kwargs))]
-        out = counter.layer(
-            path, (args, kwargs), lambda: tracer.layer_call(path, own, args, kwargs)
-        )
+        with readers.within(inside):
+            out = counter.layer(
+                path, (args, kwargs), lambda: tracer.layer_call(path, own, args, kwargs)
+            )
         tensors = own_tensors(layer)  # its own code may exchange what it likes
         if path not in run.order:
             run.order.append(path)

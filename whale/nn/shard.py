@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from whale.ir.sharding import DimSharding
+from whale.nn.inside import Inside
 from whale.runtime import collectives
 from whale.runtime.context import RowLayout
 from whale.runtime.groups import Communicator, communicator
@@ -34,6 +35,8 @@ class Shard:
     """What else the rule does (`engine.unit_marks`)."""
     stays: bool = False
     """Whether all that reads the output of a lone column split works on its shards."""
+    inside: Inside | None = None
+    """The module in whose forward columns and rows run; None: not known, as in a trial."""
 
     @property
     def communicator(self) -> Communicator:

@@ -184,10 +184,12 @@ class Column:
     """Output columns of a Linear; the result stays sharded for the row split that follows."""
 
     def __init__(self, module: Any, shared: SharedInput) -> None:
-        self.module, self.shared = module, shared
+        self.module, self.shared, self.inside = module, shared, shared.shard.inside
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The replaced forward."""
+        if self.inside is not None:
+            self.inside.check(self.module)
         entered = self.shared(x)
         return product(self.module, entered, self.module.bias, self.shared.queue)
 
@@ -200,6 +202,8 @@ class Row:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The replaced forward."""
+        if self.shard.inside is not None:
+            self.shard.inside.check(self.module)
         self.shared.clear()
         out = self.shard.leave(product(self.module, x, None))
         return with_bias(out, self.module.bias)

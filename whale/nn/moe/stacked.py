@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from whale.errors import WhaleError
 from whale.nn.column_shard import plain
+from whale.nn.inside import Count, Inside
 from whale.nn.moe import permute
 from whale.nn.moe.exchange import Exchange
 from whale.nn.moe.experts import moe_ffn
@@ -94,8 +95,8 @@ class StackedForward:
         self.exchange = Exchange(shard)
         self.activation = plain_activation(module)
         self.own = module.forward
-        if not by_columns:
-            module.num_experts = shard.num_units  # type: ignore[assignment]
+        counts = [Count(module, "num_experts", shard.num_units, "num_experts")]
+        self.inside = Inside("", [] if by_columns else counts)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The replaced forward."""
@@ -166,12 +167,14 @@ class StackedForward:
         ones = rows.new_ones(len(rows), 1)
         if self.activation is not None:
             return self._ffn(rows, ids.unsqueeze(1), ones)
-        made: Tensor = self.own(rows, ids.unsqueeze(1), ones)
+        with self.inside.running():
+            made: Tensor = self.own(rows, ids.unsqueeze(1), ones)
         return made.reshape(rows.shape)
 
     def _ffn(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         assert self.activation is not None
-        found = matrices(self.module)
+        with self.inside.running():
+            found = matrices(self.module)
         assert found is not None
         w_in, w_out = found
         return moe_ffn(tokens, ids, gates, w_in, w_out, activation=self.activation, gated=True)
