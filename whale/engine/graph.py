@@ -104,6 +104,9 @@ def graph_of(
         options, whole = offers.without_readers(first.reads)
         if evaluated is not None and path in evaluated.options:
             options, whole = _in_both(offers, options, whole, evaluated)
+        elif evaluated is not None:  # evaluation may pass it by, and call its parts
+            options, why = replace(offers, options=options).without_readers(evaluated.reads)
+            whole = (*whole, *why)
         meets = meets_of(layers[path], path, first)
         found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
         shapes = example.shapes if (example := examples.get(path)) is not None else []

@@ -157,22 +157,26 @@ class SharedInput:
         self.shard = shard
         self.source: torch.Tensor | None = None
         self.version = 0
+        self.grad = False
         self.entered: torch.Tensor | None = None
         self.queue: WeightQueue | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, entered once."""
         version = 0 if x.is_inference() else x._version
-        if self.source is not x or self.entered is None or self.version != version:
+        known = self.source is x and self.version == version
+        # What was entered without gradients has none to give to who asks for them.
+        grad = torch.is_grad_enabled()
+        if not known or self.entered is None or (grad and not self.grad):
             whole = plain(x)
             # Without a gradient for x, or across replicas, nothing would ever empty the queue; a
             # weight used twice would be taken for final after its first use.
             inside = self.shard.overlap and self.shard.rows is None
-            overlaps = inside and whole.requires_grad and torch.is_grad_enabled()
+            overlaps = inside and whole.requires_grad and grad
             self.queue = WeightQueue() if overlaps else None
             meanwhile = self.queue.run if self.queue is not None else None
             self.source, self.entered = x, self.shard.enter(whole, meanwhile)
-            self.version = version
+            self.version, self.grad = version, grad
         return self.entered
 
     def clear(self) -> None:
