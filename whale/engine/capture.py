@@ -67,6 +67,8 @@ class Captured:
     """What a forward changes in the model, by name; None: it does not run on fake tensors."""
     called: frozenset[str]
     """Paths of all modules that were called."""
+    traces: dict[str, str]
+    """Of each Layer that may be split, a fingerprint of its code."""
 
 
 def _run(
@@ -191,7 +193,7 @@ def _watched(
                         why: dict[str, str] = {}
                         run.reasons[path], run.probing = why, True
                         run.options[path] = counter.paused(
-                            lambda: split_options(path, layer, args, kwargs, names, why)
+                            lambda: split_options(path, layer, args, kwargs, names, why, run.traces)
                         )
                 finally:
                     run.probing = False
@@ -391,6 +393,7 @@ def _capture(
         examples=examples,
         changes=first.changes,
         called=frozenset(seen.called),
+        traces=first.traces,
     )
 
 

@@ -67,6 +67,8 @@ class Run:
     """Whether modules run to see what they offer, beside the model's own calls."""
     reasons: dict[str, dict[str, str]] = field(default_factory=dict)
     """By Layer, why modules of it stay whole."""
+    traces: dict[str, str] = field(default_factory=dict)
+    """By Layer, a fingerprint of its code."""
 
     @classmethod
     def empty(cls) -> Run:

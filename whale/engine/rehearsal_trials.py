@@ -59,7 +59,8 @@ def find_trials(
         for path in taskgraph.layers:
             inside = [s for s in taskgraph.splits if _within(s.path, path)]
             rules = [(s.rule, s.path[len(path) :], s.cuts, s.per_node) for s in inside]
-            kind = (taskgraph.virtual_device, signatures[path], tuple(rules))
+            code = captured.traces.get(path)
+            kind = (taskgraph.virtual_device, signatures[path], tuple(rules), code)
             if inside:
                 kinds.setdefault(kind, []).append(path)
             if inside and len(kinds[kind]) == 1:
