@@ -46,7 +46,7 @@ from whale.nn.randomness import follow_all
 from whale.nn.router_losses import computed_by, shapes_only
 from whale.runtime import batch as batches
 from whale.runtime import generators, recompute
-from whale.runtime.compat import fake_mode, unchecked_distributions
+from whale.runtime.compat import fake_mode, in_transform, unchecked_distributions
 
 ROWS = (2, 3)
 
@@ -173,6 +173,8 @@ def _watched(
         nonlocal tensors
         if not tracer.paused:
             refuse_exchanged(path, tensors, own_tensors(layer))
+        if in_transform():
+            run.transformed.add(path)
         given = [(held, _items(held)) for held in _containers((args, kwargs))]
         with readers.within(inside):
             out = counter.layer(
@@ -184,7 +186,7 @@ def _watched(
             run.examples[path] = (args, kwargs)
             if any(_items(held) != items for held, items in given):
                 run.reasons[path] = {path: "it changes a list or dict that it is given"}
-            elif path in split_layers:
+            elif path in split_layers and path not in run.transformed:
                 inner = layer.__dict__.pop("forward")
                 if replaced is not None:
                     replace_forward(layer, replaced)

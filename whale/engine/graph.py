@@ -67,6 +67,8 @@ class Run:
     """Whether modules run to see what they offer, beside the model's own calls."""
     reasons: dict[str, dict[str, str]] = field(default_factory=dict)
     """By Layer, why modules of it stay whole."""
+    transformed: set[str] = field(default_factory=set)
+    """Layers that are called inside torch.func, which knows nothing of other ranks."""
     traces: dict[str, str] = field(default_factory=dict)
     """By Layer, a fingerprint of its code."""
 
@@ -102,7 +104,11 @@ def graph_of(
         path: frozenset(by_id[id(p)] for p in layer.parameters()) for path, layer in layers.items()
     }
     for path in order:
-        offers = Offers(path=path, options=first.options.get(path, ()), layers=held)
+        offered = first.options.get(path, ())
+        reasons = first.reasons.get(path, {})
+        if any(path in run.transformed for run in (first, evaluated) if run is not None):
+            offered, reasons = (), {path: "it is called inside torch.func"}
+        offers = Offers(path=path, options=offered, layers=held)
         options, whole = offers.without_readers(first.reads)
         if evaluated is not None and path in evaluated.options:
             options, whole = _in_both(offers, options, whole, evaluated)
@@ -133,7 +139,7 @@ def graph_of(
                 params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
                 meets=tuple(meets.values()),
                 interleaved=_interleaved(list(meets), first, second),
-                reasons=tuple(first.reasons.get(path, {}).items()),
+                reasons=tuple(reasons.items()),
                 signature=signature(layers[path], found, shapes),
                 **found,
                 splits=tuple(

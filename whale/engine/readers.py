@@ -29,7 +29,7 @@ from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
 from whale.nn.moe import layer as experts
 from whale.nn.sharded import is_linear
-from whale.runtime.compat import watch_functions
+from whale.runtime.compat import in_transform, watch_functions
 
 # The files whose code the rules were written for.
 _KNOWN_FILES = frozenset(
@@ -129,7 +129,8 @@ class Readers(TorchFunctionMode):
                 known = file in _KNOWN_FILES or frame.f_globals.get("__name__") in _KNOWN_MODULES
                 # A Linear that writes itself out reads what torch's would.
                 known = known or (is_linear(owner) and frame.f_code.co_name == "forward")
-                known = known and _is_called(frame, owner)
+                # A transform of torch.func knows nothing of the ranks that a rule works with.
+                known = known and _is_called(frame, owner) and not in_transform()
                 inside = id(owner) in self.running
                 where = "" if known and inside else user_line()
                 return Read(self.paths[id(owner)], known, function, where, inside)

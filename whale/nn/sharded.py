@@ -290,6 +290,7 @@ class RowsAround:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The replaced forward."""
+        collectives.refuse_transforms()
         taken = iter(self.dims[0])
         args, kwargs = map_tensors((args, kwargs), lambda x: self._gather(plain(x), next(taken)))
         made = iter(self.dims[1])

@@ -100,6 +100,7 @@ class StackedForward:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The replaced forward."""
+        collectives.refuse_transforms()
         tokens, gates = plain(hidden_states), plain(top_k_weights)
         if top_k_index.shape != gates.shape or tokens.numel() // tokens.shape[-1] != len(gates):
             raise WhaleError(
