@@ -7,7 +7,7 @@ choices that reach all of them. Every rank finds the same trials in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from whale.engine.program import tensors_in, tree_map, visit
 from whale.engine.stillness import Still, as_before
 from whale.engine.trace import is_cache
 from whale.ir.plan import Plan, TaskGraphPlan
-from whale.nn.moe.stacked import matrices
+from whale.nn.moe.stacked import matrices, plain_activation
 from whale.runtime import batch as batches
 
 LARGEST = 1 << 30
@@ -40,6 +40,8 @@ class Trial:
     shapes: list[TensorShape]
     unread: frozenset[int] = frozenset()
     """Outputs that nothing reads, of which a rank may have a part."""
+    training: bool | None = None
+    """The mode it is run in; None: as it is."""
 
 
 def find_trials(
@@ -60,7 +62,10 @@ def find_trials(
             inside = [s for s in taskgraph.splits if _within(s.path, path)]
             rules = [(s.rule, s.path[len(path) :], s.cuts, s.per_node) for s in inside]
             code = captured.traces.get(path)
-            kind = (taskgraph.virtual_device, signatures[path], tuple(rules), code)
+            kind = (
+                *(taskgraph.virtual_device, signatures[path], tuple(rules), code),
+                *(_unseen(model.get_submodule(s.path)) for s in inside if s.rule in _BY_LOOKS),
+            )
             if inside:
                 kinds.setdefault(kind, []).append(path)
             if inside and len(kinds[kind]) == 1:
@@ -90,6 +95,20 @@ def find_trials(
             )
         trials += [] if why else _stacked_trials(model, path, taskgraph, device)
     return trials
+
+
+_BY_LOOKS = ("stacked experts", "stacked columns")
+"""Rules for modules whose code no trace has seen."""
+
+
+def _unseen(module: nn.Module) -> Hashable:
+    """What the code of a module that no trace looks into may branch on."""
+    return tuple(
+        (path, name, value)
+        for path, part in module.named_modules()
+        for name, value in sorted(part.__dict__.items())
+        if isinstance(value, bool | int | float | str)
+    )
 
 
 def _trained(shapes: list[TensorShape], paths: list[str], captured: Captured) -> list[TensorShape]:
@@ -227,7 +246,8 @@ def _stacked_trials(
             )
             for a in args
         ]
-        trials.append(
+        known = plain_activation(module) is not None
+        trials += [
             Trial(
                 path=split.path,
                 taskgraph=taskgraph,
@@ -236,6 +256,9 @@ def _stacked_trials(
                 args=args,
                 kwargs={},
                 shapes=shapes,
+                training=training,
             )
-        )
+            # Code of their own may be another in evaluation, and no trace of it was seen.
+            for training in ((None,) if known else (True, False))
+        ]
     return trials
