@@ -55,6 +55,18 @@ class Configured(Attention):
         return int(self.config.n_head)
 
 
+class Alike(nn.Module):
+    """One tensor is query, key and value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x, x, value=x, need_weights=False)[0]
+        return made
+
+
 class Gated(nn.Module):
     """A pair of which the gate is computed first."""
 
@@ -221,13 +233,16 @@ class Case:
 
 
 CASES = {
-    "heads": Case(block=Attention, glue=by_heads, rule="attention"),
+    "heads": Case(block=Attention, glue=by_heads, rule="attention", layouts=("split", "both")),
+    "alike": Case(block=Alike, rule="multihead", layouts=("split", "both")),
     "config": Case(block=Configured, glue=by_heads, rule="attention"),
     "evaluation": Case(block=Attention, glue=by_heads_in_evaluation, rule="attention"),
     "hook": Case(block=hooked, rule="attention"),
     "set": Case(block=Attention, rule="attention", before=same_again),
     "checkpoint": Case(block=lambda: Attention(False), glue=by_heads, rule="attention"),
-    "reentrant": Case(block=lambda: Attention(True), glue=by_heads, rule="attention"),
+    "reentrant": Case(
+        block=lambda: Attention(True), glue=by_heads, rule="attention", layouts=("split", "both")
+    ),
     "experts": Case(
         block=Mixture, glue=by_experts, rule="stacked experts", layouts=("split", "both")
     ),

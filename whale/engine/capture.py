@@ -253,9 +253,14 @@ def _watch_inputs(path: str, layer: nn.Module, run: Run) -> None:
     for name, module in layer.named_modules(prefix=path):
 
         def look(_: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
-            read = [tuple(t.shape) for t in tensors_in((args, kwargs))]
+            if run.probing:
+                return
+            given = tensors_in((args, kwargs))
+            first = {id(t): place for place, t in reversed(list(enumerate(given)))}
+            # A tensor that is given again (x, x, x) brings no rows of its own.
+            read = [tuple(t.shape) if first[id(t)] == i else () for i, t in enumerate(given)]
             made = [tuple(t.shape) for t in tensors_in(out)]
-            if name in run.shapes and not run.probing:
+            if name in run.shapes:
                 run.shapes_again.setdefault(name, []).append((read, made))
             run.shapes.setdefault(name, (read, made))
 

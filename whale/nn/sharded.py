@@ -292,7 +292,15 @@ class RowsAround:
         """The replaced forward."""
         collectives.refuse_transforms()
         taken = iter(self.dims[0])
-        args, kwargs = map_tensors((args, kwargs), lambda x: self._gather(plain(x), next(taken)))
+        gathered: dict[int, torch.Tensor] = {}
+
+        def once(x: torch.Tensor) -> torch.Tensor:
+            dim = next(taken)
+            if id(x) not in gathered:
+                gathered[id(x)] = self._gather(plain(x), dim)
+            return gathered[id(x)]
+
+        args, kwargs = map_tensors((args, kwargs), once)
         made = iter(self.dims[1])
         with self.rows.all_rows():
             out = self.forward(*args, **kwargs)
