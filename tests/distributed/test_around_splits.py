@@ -105,18 +105,26 @@ def by_rows(block: Gated, x: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    def __init__(self, by_number: bool = False) -> None:
+    """Its weights are stored as those of Linears, or `turned`: [experts, in, out]."""
+
+    def __init__(self, by_number: bool = False, turned: bool = False) -> None:
         super().__init__()
-        self.num_experts, self.by_number = 4, by_number
-        self.into = nn.Parameter(torch.randn(4, 5, WIDTH))
-        self.out = nn.Parameter(torch.randn(4, WIDTH, 5))
+        self.num_experts, self.by_number, self.turned = 4, by_number, turned
+        into, out = torch.randn(4, 5, WIDTH), torch.randn(4, WIDTH, 5)
+        self.into = nn.Parameter(into.mT.contiguous() if turned else into)
+        self.out = nn.Parameter(out.mT.contiguous() if turned else out)
+
+    def weights(self, expert: int) -> tuple[Tensor, Tensor]:
+        into, out = self.into[expert], self.out[expert]
+        return (into.mT, out.mT) if self.turned else (into, out)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
             token, place = torch.where(top_k_index == expert)
-            inside = F.silu(F.linear(hidden_states[token], self.into[expert]))
-            made = F.linear(inside, self.out[expert]) * top_k_weights[token, place, None]
+            into, out = self.weights(expert)
+            inside = F.silu(F.linear(hidden_states[token], into))
+            made = F.linear(inside, out) * top_k_weights[token, place, None]
             if self.by_number and not self.training:
                 made = made * (expert + 1)
             total = total.index_add(0, token, made)
@@ -124,9 +132,9 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    def __init__(self, by_number: bool = False) -> None:
+    def __init__(self, by_number: bool = False, turned: bool = False) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, 4), Experts(by_number)
+        self.router, self.experts = nn.Linear(WIDTH, 4), Experts(by_number, turned)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
@@ -246,6 +254,7 @@ CASES = {
     "experts": Case(
         block=Mixture, glue=by_experts, rule="stacked experts", layouts=("split", "both")
     ),
+    "turned": Case(block=lambda: Mixture(turned=True), rule="stacked experts"),
     "numbers": Case(block=lambda: Mixture(True), refused="in evaluation"),
     "part": Case(block=Gated, glue=up_in_evaluation),
     "value": Case(block=Attention, glue=value_in_evaluation),

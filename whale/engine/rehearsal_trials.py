@@ -72,7 +72,8 @@ def find_trials(
                 wanted[path] = taskgraph, ", ".join(f"{s.path} by {s.unit}" for s in inside)
     replicas = max(len(s.virtual_device.replicas) for s in plan.stages)
     rows = min(batches.num_rows(batch), 2 * replicas + 1)
-    calls = _calls(model, set(wanted), batch, loss, rows, notes)
+    stacked = {s.path for t in plan.taskgraphs for s in t.splits if s.rule == "stacked experts"}
+    calls = _calls(model, set(wanted) | stacked, batch, loss, rows, notes)
     trials = []
     for paths, (path, (taskgraph, how)) in zip(kinds.values(), wanted.items(), strict=True):
         layer, example = model.get_submodule(path), captured.examples.get(path)
@@ -93,7 +94,7 @@ def find_trials(
                     unread=_unread(path, taskgraph),
                 )
             )
-        trials += [] if why else _stacked_trials(model, path, taskgraph, device)
+        trials += [] if why else _stacked_trials(model, path, taskgraph, calls)
     return trials
 
 
@@ -217,7 +218,7 @@ def _calls(
 
 
 def _stacked_trials(
-    model: nn.Module, path: str, taskgraph: TaskGraphPlan, device: torch.device
+    model: nn.Module, path: str, taskgraph: TaskGraphPlan, calls: dict[str, tuple[Any, Any]]
 ) -> list[Trial]:
     """Stacked experts alone, with choices and weights that tell all of them apart."""
     trials = []
@@ -225,7 +226,8 @@ def _stacked_trials(
         if split.rule != "stacked experts" or not _within(split.path, path):
             continue
         module = model.get_submodule(split.path)
-        found = matrices(module)
+        given = tensors_in(calls.get(split.path, ()))
+        found = matrices(module, given[0].shape[-1] if given else None)
         assert found is not None, split.path
         w_in, _ = found
         count, width = w_in.shape[:2]

@@ -39,11 +39,12 @@ _ACTIVATIONS = {
 }  # fmt: skip
 
 
-def matrices(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+def matrices(module: nn.Module, width: int | None = None) -> tuple[Tensor, Tensor] | None:
     """(w_in [E, d, f or 2 f], w_out [E, f, d]): views of its first and last stacked parameters.
 
     None where they do not fit. Stacks may be stored transposed, or with experts and their rows in
-    one dim.
+    one dim. Experts of one matrix in and one out fit both ways: then `width`, that of the tokens,
+    tells.
     """
     stacks = [p for p in module.parameters() if p.dim() == 3]
     if not stacks:
@@ -58,11 +59,14 @@ def matrices(module: nn.Module) -> tuple[Tensor, Tensor] | None:
         stored.reverse()
     # Three: gate, up and down apart, of which transformers stores the last as it is.
     stored.append((first.transpose(1, 2), last))
-    for w_in, w_out in stored:
-        fits = w_in.shape[1] == w_out.shape[2]
-        if fits and w_in.shape[2] in (w_out.shape[1], 2 * w_out.shape[1]):
-            return w_in, w_out
-    return None
+    found = [
+        (w_in, w_out)
+        for w_in, w_out in stored
+        if w_in.shape[1] == w_out.shape[2]
+        and w_in.shape[2] in (w_out.shape[1], 2 * w_out.shape[1])
+    ]
+    told = [pair for pair in found if pair[0].shape[1] == width]
+    return next(iter(told or found), None)
 
 
 def plain_activation(module: nn.Module) -> str | None:
