@@ -8,8 +8,7 @@ them. And a Linear whose output is a part of the columns is of use to nobody out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -66,32 +65,31 @@ class Inside:
     def __init__(self, path: str, counts: Sequence[Count] = ()) -> None:
         self.path, self.counts, self.depth = path, counts, 0
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around the forward."""
-        with recompute.scope(self), self.at(None):
-            yield
-
-    def position(self) -> None:
-        """Inside is all there is to say."""
-        return
-
-    @contextmanager
-    def at(self, position: None) -> Iterator[None]:
-        """Inside."""
+    def __enter__(self) -> None:
+        """The forward begins."""
         if not self.depth:
             for count in self.counts:
                 count.check()
             for count in self.counts:
                 count.set(count.local)
         self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
-            if not self.depth:
-                for count in self.counts:
-                    count.put_back()
+        recompute.push(self)
+
+    def __exit__(self, *exc: object) -> None:
+        """The forward is over."""
+        recompute.pop()
+        self.depth -= 1
+        if not self.depth:
+            for count in self.counts:
+                count.put_back()
+
+    def position(self) -> None:
+        """Inside is all there is to say."""
+        return
+
+    def at(self, position: None) -> Inside:
+        """Inside once more."""
+        return self
 
     def check(self, module: nn.Module) -> None:
         """Raises if a part is called from elsewhere: it has some of the columns."""
@@ -113,5 +111,5 @@ class InsideForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The replaced forward."""
-        with self.inside.running():
+        with self.inside:
             return self.forward(*args, **kwargs)

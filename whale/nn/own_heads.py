@@ -136,7 +136,7 @@ class OwnHeads:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The replaced forward; outputs that others may read are gathered."""
-        with self.inside.running(), self.mode:
+        with self.inside, self.mode:
             out = self.forward(*args, **kwargs)
         if not self.gathered and not self.spread:
             return out

@@ -20,9 +20,9 @@ def test_counts_are_local_inside_and_whole_again_after_an_error() -> None:
     counts = [Count(module, "num_heads", 2, "num_heads"), Count(config, "n_head", 2, "n_head")]
     outer = Inside("block", counts)
     inner = Inside("block.inner", [Count(module, "num_heads", 2, "num_heads")])
-    with pytest.raises(KeyError), outer.running():
+    with pytest.raises(KeyError), outer:
         assert (module.num_heads, config.n_head) == (2, 2)
-        with inner.running(), outer.running():
+        with inner, outer:
             assert (module.num_heads, config.n_head) == (2, 2)
         assert (module.num_heads, config.n_head) == (2, 2)
         raise KeyError
@@ -33,16 +33,16 @@ def test_a_count_that_the_forward_sets_stays_and_is_refused_next_time() -> None:
     module = nn.Identity()
     module.num_heads = 4
     inside = Inside("block", [Count(module, "num_heads", 2, "block.num_heads")])
-    with inside.running():
+    with inside:
         module.num_heads = 8
     assert module.num_heads == 8
-    with pytest.raises(WhaleError, match=r"block.num_heads is 8, and was 4"), inside.running():
+    with pytest.raises(WhaleError, match=r"block.num_heads is 8, and was 4"), inside:
         pass
 
 
 def test_a_part_is_refused_outside() -> None:
     inside = Inside("block")
-    with inside.running():
+    with inside:
         inside.check(nn.Linear(1, 1))
     with pytest.raises(WhaleError, match="a Linear of block"):
         inside.check(nn.Linear(1, 1))

@@ -28,7 +28,7 @@ class BatchedForward:
         with torch._C.DisableTorchFunction():
             each = rows.shape[0] // shard.cuts[-1]
             own = shard.enter(rows).narrow(0, shard.low * each, shard.num_units * each)
-        with self.inside.running():
+        with self.inside:
             made: Tensor = self.own(own)
         with torch._C.DisableTorchFunction():
             return shard.join(made, 0, made.shape[0] // shard.num_units * shard.cuts[-1])

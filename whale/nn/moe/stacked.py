@@ -62,8 +62,7 @@ def matrices(module: nn.Module, width: int | None = None) -> tuple[Tensor, Tenso
     found = [
         (w_in, w_out)
         for w_in, w_out in stored
-        if w_in.shape[1] == w_out.shape[2]
-        and w_in.shape[2] in (w_out.shape[1], 2 * w_out.shape[1])
+        if w_in.shape[1] == w_out.shape[2] and w_in.shape[2] in (w_out.shape[1], 2 * w_out.shape[1])
     ]
     told = [pair for pair in found if pair[0].shape[1] == width]
     return next(iter(told or found), None)
@@ -172,13 +171,13 @@ class StackedForward:
         ones = rows.new_ones(len(rows), 1)
         if self.activation is not None:
             return self._ffn(rows, ids.unsqueeze(1), ones)
-        with self.inside.running():
+        with self.inside:
             made: Tensor = self.own(rows, ids.unsqueeze(1), ones)
         return made.reshape(rows.shape)
 
     def _ffn(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         assert self.activation is not None
-        with self.inside.running():
+        with self.inside:
             found = matrices(self.module)
         assert found is not None
         w_in, w_out = found
