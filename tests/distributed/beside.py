@@ -28,10 +28,13 @@ def beside(
     *,
     before: Before = lambda model, index: None,
     config: Mapping[str, Any] | None = None,
+    evaluated: Sequence[Any] = (),
+    rules: set[str] | None = None,
 ) -> str | float:
     """The greatest difference of a loss or of a tensor of the state, or the text of the refusal.
 
-    A batch is the model's arguments, then the target of `F.mse_loss`.
+    A batch is the model's arguments, then the target of `F.mse_loss`. `evaluated` are batches to
+    evaluate after training; `rules` gets the rules of the plan's splits.
     """
     plain = copy.deepcopy(model)
     optimizer, losses = sgd(plain.parameters()), []
@@ -42,6 +45,9 @@ def beside(
         value.backward()
         optimizer.step()
         losses.append(value.item())
+    plain.eval()
+    with torch.no_grad():
+        wanted = [F.mse_loss(plain(*given[:-1]), given[-1]).item() for given in evaluated]
     try:
         step = wh.parallelize(
             wh.annotate(model, annotations),
@@ -53,10 +59,14 @@ def beside(
     except wh.WhaleError as error:
         return str(error)
     try:
+        if rules is not None:
+            rules.update(split.rule for t in step.plan.taskgraphs for split in t.splits)
         far = []
         for index, (given, want) in enumerate(zip(batches, losses, strict=True)):
             before(model, index)
             far.append(abs(float(step(given)["loss"]) - want))
+        for given, want in zip(evaluated, wanted, strict=True):
+            far.append(abs(float(step.evaluate(given)["loss"]) - want))
         state = step.state_dict()
         far += [float((state[k] - v).abs().max()) for k, v in plain.state_dict().items()]
         return max(far)

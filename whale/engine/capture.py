@@ -46,7 +46,7 @@ from whale.nn.randomness import follow_all
 from whale.nn.router_losses import computed_by, shapes_only
 from whale.runtime import batch as batches
 from whale.runtime import generators, recompute
-from whale.runtime.compat import fake_mode, unchecked_distributions
+from whale.runtime.compat import fake_mode, in_transform, unchecked_distributions
 
 ROWS = (2, 3)
 
@@ -67,6 +67,8 @@ class Captured:
     """What a forward changes in the model, by name; None: it does not run on fake tensors."""
     called: frozenset[str]
     """Paths of all modules that were called."""
+    traces: dict[str, str]
+    """Of each Layer that may be split, a fingerprint of its code."""
     counted: CaptureError | None = None
     """Why stages cannot run it: the glue reads what it changes itself."""
     moved: Moved = field(default_factory=dict)
@@ -177,22 +179,26 @@ def _watched(
 ) -> Callable[..., Any]:
     replaced = layer.__dict__.get("forward")
     tensors = own_tensors(layer)
+    inside = frozenset(id(module) for module in layer.modules())
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal tensors
         if not tracer.paused:
             refuse_exchanged(path, tensors, own_tensors(layer))
+        if in_transform():
+            run.transformed.add(path)
         given = [(held, _items(held)) for held in _containers((args, kwargs))]
-        out = counter.layer(
-            path, (args, kwargs), lambda: tracer.layer_call(path, own, args, kwargs)
-        )
+        with readers.within(inside):
+            out = counter.layer(
+                path, (args, kwargs), lambda: tracer.layer_call(path, own, args, kwargs)
+            )
         tensors = own_tensors(layer)  # its own code may exchange what it likes
         if path not in run.order:
             run.order.append(path)
             run.examples[path] = (args, kwargs)
             if any(_items(held) != items for held, items in given):
                 run.reasons[path] = {path: "it changes a list or dict that it is given"}
-            elif path in split_layers:
+            elif path in split_layers and path not in run.transformed:
                 inner = layer.__dict__.pop("forward")
                 if replaced is not None:
                     replace_forward(layer, replaced)
@@ -201,7 +207,7 @@ def _watched(
                         why: dict[str, str] = {}
                         run.reasons[path], run.probing = why, True
                         run.options[path] = counter.paused(
-                            lambda: split_options(path, layer, args, kwargs, names, why)
+                            lambda: split_options(path, layer, args, kwargs, names, why, run.traces)
                         )
                 finally:
                     run.probing = False
@@ -259,9 +265,14 @@ def _watch_inputs(path: str, layer: nn.Module, run: Run) -> None:
     for name, module in layer.named_modules(prefix=path):
 
         def look(_: Any, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
-            read = [tuple(t.shape) for t in tensors_in((args, kwargs))]
+            if run.probing:
+                return
+            given = tensors_in((args, kwargs))
+            first = {id(t): place for place, t in reversed(list(enumerate(given)))}
+            # A tensor that is given again (x, x, x) brings no rows of its own.
+            read = [tuple(t.shape) if first[id(t)] == i else () for i, t in enumerate(given)]
             made = [tuple(t.shape) for t in tensors_in(out)]
-            if name in run.shapes and not run.probing:
+            if name in run.shapes:
                 run.shapes_again.setdefault(name, []).append((read, made))
             run.shapes.setdefault(name, (read, made))
 
@@ -405,6 +416,7 @@ def _capture(
         examples=examples,
         changes=first.changes,
         called=frozenset(seen.called),
+        traces=first.traces,
         counted=counted,
         moved=first.moved,
     )

@@ -82,13 +82,24 @@ class Drift:
             dtype = mine[name].dtype if name in mine else torch.float32
             different = _different(every[list(ranks), row], dtype)
             if different:
-                raise WhaleError(
-                    f"{name} is no longer the same on ranks {list(ranks)} after step {num_steps} "
-                    f"({ranks[0]} and {ranks[different]} differ): the forward changes it by the "
-                    "rows that a rank has",
-                    hint="exact over replicas are batch norms and wh.nn.MoE; give its stage one "
-                    "replica, or compute it from values that are the same for all rows",
-                )
+                pair = f"{ranks[0]} and {ranks[different]} differ"
+                raise self._refusal(name, f"ranks {list(ranks)} after step {num_steps} ({pair})")
+
+    def _refusal(self, name: str, where: str) -> WhaleError:
+        if name in self.copies:
+            return WhaleError(
+                f"{name} is no longer the same on {where}: each of them computes its gradient, and "
+                "they found different ones, so a module that is split over them does something "
+                "that was not seen when it was tried",
+                hint="code inside a split must not depend on a length, a value or an attribute "
+                "that is met late: give wh.parallelize such a batch, or `replicate` the module",
+            )
+        return WhaleError(
+            f"{name} is no longer the same on {where}: the forward changes it by the rows that a "
+            "rank has",
+            hint="exact over replicas are batch norms and wh.nn.MoE; give its stage one "
+            "replica, or compute it from values that are the same for all rows",
+        )
 
     def _check_attributes(self, num_steps: int) -> None:
         """Attributes that no forward changed at build, and one changed since, by its own rows."""

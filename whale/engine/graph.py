@@ -70,6 +70,10 @@ class Run:
     """By Layer, why modules of it stay whole."""
     moved: Moved = field(default_factory=dict)
     """What its code changed outside of modules."""
+    transformed: set[str] = field(default_factory=set)
+    """Layers that are called inside torch.func, which knows nothing of other ranks."""
+    traces: dict[str, str] = field(default_factory=dict)
+    """By Layer, a fingerprint of its code."""
 
     @classmethod
     def empty(cls) -> Run:
@@ -103,10 +107,17 @@ def graph_of(
         path: frozenset(by_id[id(p)] for p in layer.parameters()) for path, layer in layers.items()
     }
     for path in order:
-        offers = Offers(path=path, options=first.options.get(path, ()), layers=held)
+        offered = first.options.get(path, ())
+        reasons = first.reasons.get(path, {})
+        if any(path in run.transformed for run in (first, evaluated) if run is not None):
+            offered, reasons = (), {path: "it is called inside torch.func"}
+        offers = Offers(path=path, options=offered, layers=held)
         options, whole = offers.without_readers(first.reads)
         if evaluated is not None and path in evaluated.options:
             options, whole = _in_both(offers, options, whole, evaluated)
+        elif evaluated is not None:  # evaluation may pass it by, and call its parts
+            options, why = replace(offers, options=options).without_readers(evaluated.reads)
+            whole = (*whole, *why)
         meets = meets_of(layers[path], path, first)
         found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
         shapes = example.shapes if (example := examples.get(path)) is not None else []
@@ -131,7 +142,7 @@ def graph_of(
                 params=tuple(dict.fromkeys(by_id[id(p)] for p in layers[path].parameters())),
                 meets=tuple(meets.values()),
                 interleaved=_interleaved(list(meets), first, second),
-                reasons=tuple(first.reasons.get(path, {}).items()),
+                reasons=tuple(reasons.items()),
                 signature=signature(layers[path], found, shapes),
                 **found,
                 splits=tuple(

@@ -38,9 +38,9 @@ Judge = Callable[[ModelGraph, frozenset[str]], None]
 """Raises where the modules that were called no longer offer what the plan splits."""
 
 _FIRST = 4
-"""Kinds that differ in sizes alone, of which each is looked at; then the 8th, 16th, ...; the same
-of batches, where the model counts them.
-"""
+"""Batches of which each is looked at where the model counts them; then the 8th, 16th, ..."""
+_SIZES = 16
+"""Kinds that differ in sizes alone, of which each is looked at; then the 32nd, 64th, ..."""
 _AGAIN = (8, 64)
 """Batches of a known kind that are looked at too, where nothing else tries the rows of a step."""
 
@@ -159,7 +159,7 @@ class Kinds:
         self._seen.add(kind.key)
         if kind.values in self._values:
             self._sizes += 1
-            return rarely(self._sizes, _FIRST)
+            return rarely(self._sizes, _SIZES)
         self._values.add(kind.values)
         return True
 

@@ -33,6 +33,7 @@ from whale.ir.sharding import Piece
 from whale.nn.batch_norm import OwnBatchNorm, install_synced
 from whale.nn.deferred import WeightQueue
 from whale.nn.forwards import replace_forward
+from whale.nn.inside import Inside, InsideForward
 from whale.nn.moe.courier import DTYPES, Courier
 from whale.nn.moe.layer import MoE, own_parts
 from whale.nn.moe.parallel import ExpertForward, MeetingForward, Replicas
@@ -213,6 +214,7 @@ def _install_splits(
     Gives the Shard of every dropout or attention inside one.
     """
     inside: dict[str, Shard] = {}
+    around_pairs: dict[str, Inside] = {}
     for taskgraph in plan.taskgraphs:
         device = taskgraph.virtual_device
         if not taskgraph.splits or rank not in device.ranks:
@@ -233,6 +235,11 @@ def _install_splits(
                 overlap=_used_once(captured, split),
                 marks=split.marks,
                 stays=split.joined == "loss",
+                inside=(
+                    _around_pair(plan, split.path, modules, around_pairs)
+                    if split.rule == "pair"
+                    else None
+                ),
             )
             install(split.rule, split.path, split.modules, shard, modules)
             if around and rows is not None:
@@ -246,6 +253,20 @@ def _install_splits(
                 inside[split.path] = shard
                 with_heads(modules[split.path], shard, names)
     return inside
+
+
+def _around_pair(
+    plan: Plan, path: str, modules: dict[str, nn.Module], known: dict[str, Inside]
+) -> Inside:
+    """Says when a Layer of a pair runs, be it another one that holds the same modules."""
+    home = layer_of_module(plan, path) or ""
+    if home not in known:
+        known[home] = Inside(home)
+        for layer in (layer for t in plan.taskgraphs for layer in t.layers):
+            if any(part is modules[path] for part in modules[layer].modules()):
+                outer = modules[layer]
+                replace_forward(outer, InsideForward(outer.forward, known[home]))
+    return known[home]
 
 
 def _install_couriers(

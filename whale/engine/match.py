@@ -19,6 +19,7 @@ from torch import nn
 
 from whale.engine.batched_experts import batched_options
 from whale.engine.expert_options import expert_options
+from whale.engine.fingerprints import fingerprint
 from whale.engine.heads import Call, Inside, is_elementwise
 from whale.engine.lone import is_returned, works_on_shards
 from whale.engine.program import KEPT, Asked, Program, tensors_in, tree_map
@@ -48,10 +49,12 @@ def split_options(
     kwargs: dict[str, Any],
     names: Names,
     reasons: dict[str, str],
+    traces: dict[str, str],
 ) -> tuple[SplitOption, ...]:
     """All the ways found to shard the modules of one Layer; `reasons` says why others stay whole.
 
-    No module appears twice, but for a lone Linear: by columns, and by rows right after.
+    `traces` gets the fingerprint of its code, if that can be traced. No module appears twice, but
+    for a lone Linear: by columns, and by rows right after.
     """
     modules = {
         f"{path}.{name}" if path and name else path or name: module
@@ -76,6 +79,7 @@ def split_options(
     add(_multihead_options(modules, names))
     inside = _inside(path, layer, modules, args, kwargs, names)
     if inside is not None:
+        traces[path] = fingerprint(inside, path)
         add(batched_options(inside, names))
         add(unit_options(inside, names, reasons))
         add(_pair_options(modules, inside.program, names))

@@ -29,7 +29,7 @@ from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
 from whale.nn.moe import layer as experts
 from whale.nn.sharded import is_linear
-from whale.runtime.compat import watch_functions
+from whale.runtime.compat import in_transform, watch_functions
 
 # The files whose code the rules were written for.
 _KNOWN_FILES = frozenset(
@@ -44,6 +44,9 @@ _WITHOUT_TRACE = ("user", "stacked experts", "stacked columns", "batched experts
 """Rules whose module may read its own parameters as it likes: a user's own, one that ran on fakes
 in another form, and one whose reads were followed."""
 
+_PARTS_INSIDE = ("pair", "attention")
+"""Rules whose modules make parts of a value, which no code outside of their Layer may read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Read:
@@ -55,6 +58,8 @@ class Read:
     """Whether that method is one a rule was written for, not a subclass's or a hook."""
     function: str
     where: str
+    inside: bool = True
+    """Whether a Layer that holds the module is running."""
 
 
 class Readers(TorchFunctionMode):
@@ -65,6 +70,8 @@ class Readers(TorchFunctionMode):
         self.names, self.paths = names, paths
         self.reads: dict[str, dict[Read, None]] = {}
         self.watching = True
+        self.running: frozenset[int] = frozenset()
+        """Modules of the Layer that runs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -86,6 +93,15 @@ class Readers(TorchFunctionMode):
 
         with watch_functions(around):
             yield
+
+    @contextmanager
+    def within(self, modules: frozenset[int]) -> Iterator[None]:
+        """Around the forward of a Layer of these modules."""
+        before, self.running = self.running, self.running | modules
+        try:
+            yield
+        finally:
+            self.running = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,8 +129,11 @@ class Readers(TorchFunctionMode):
                 known = file in _KNOWN_FILES or frame.f_globals.get("__name__") in _KNOWN_MODULES
                 # A Linear that writes itself out reads what torch's would.
                 known = known or (is_linear(owner) and frame.f_code.co_name == "forward")
-                known = known and _is_called(frame, owner)
-                return Read(self.paths[id(owner)], known, function, "" if known else user_line())
+                # A transform of torch.func knows nothing of the ranks that a rule works with.
+                known = known and _is_called(frame, owner) and not in_transform()
+                inside = id(owner) in self.running
+                where = "" if known and inside else user_line()
+                return Read(self.paths[id(owner)], known, function, where, inside)
             frame = frame.f_back  # type: ignore[assignment]
         return Read(None, False, function, user_line())
 
@@ -189,6 +208,8 @@ class Offers:
     ) -> bool:
         if read.module == option.path and ("cut", param[0]) in option.marks:
             return True
+        if option.rule in _PARTS_INSIDE and not read.inside:
+            return False
         if read.module in option.modules:
             return read.known or option.rule in _WITHOUT_TRACE
         layer = layer_of(read.module, self.layers)

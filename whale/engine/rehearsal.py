@@ -212,6 +212,9 @@ def _compare(
     dtypes = {p.dtype for p in whole.parameters() if p.is_floating_point()}
     all_rows = (0, trial.rows)
     alike = copied(whole).to(device)
+    if trial.training is not None:
+        for module in (alike, own):  # `rehearse` puts the own one back
+            module.train(trial.training)
     for parameter in alike.parameters():
         parameter.grad = None
     wide = True
@@ -384,8 +387,9 @@ def _judge(trials: list[Trial], everyone: list[dict[int, Verdict]], notes: list[
 
 
 def _refusal(trial: Trial, what: str) -> PlanError:
+    mode = " in evaluation" if trial.training is False else ""
     return PlanError(
-        f"{trial.path} does not compute the same when it is split ({trial.rules}): {what}",
+        f"{trial.path} does not compute the same{mode} when it is split ({trial.rules}): {what}",
         hint="its code does something the rule does not know of: `replicate` this module, or "
         "register a rule for its type (wh.register_rule); Config check_splits=False trusts it",
     )

@@ -7,7 +7,7 @@ choices that reach all of them. Every rank finds the same trials in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from whale.engine.program import tensors_in, tree_map, visit
 from whale.engine.stillness import Still, as_before
 from whale.engine.trace import is_cache
 from whale.ir.plan import Plan, TaskGraphPlan
-from whale.nn.moe.stacked import matrices
+from whale.nn.moe.stacked import matrices, plain_activation
 from whale.runtime import batch as batches
 
 LARGEST = 1 << 30
@@ -40,6 +40,8 @@ class Trial:
     shapes: list[TensorShape]
     unread: frozenset[int] = frozenset()
     """Outputs that nothing reads, of which a rank may have a part."""
+    training: bool | None = None
+    """The mode it is run in; None: as it is."""
 
 
 def find_trials(
@@ -59,14 +61,19 @@ def find_trials(
         for path in taskgraph.layers:
             inside = [s for s in taskgraph.splits if _within(s.path, path)]
             rules = [(s.rule, s.path[len(path) :], s.cuts, s.per_node) for s in inside]
-            kind = (taskgraph.virtual_device, signatures[path], tuple(rules))
+            code = captured.traces.get(path)
+            kind = (
+                *(taskgraph.virtual_device, signatures[path], tuple(rules), code),
+                *(_unseen(model.get_submodule(s.path)) for s in inside if s.rule in _BY_LOOKS),
+            )
             if inside:
                 kinds.setdefault(kind, []).append(path)
             if inside and len(kinds[kind]) == 1:
                 wanted[path] = taskgraph, ", ".join(f"{s.path} by {s.unit}" for s in inside)
     replicas = max(len(s.virtual_device.replicas) for s in plan.stages)
     rows = min(batches.num_rows(batch), 2 * replicas + 1)
-    calls = _calls(model, set(wanted), batch, loss, rows, notes)
+    stacked = {s.path for t in plan.taskgraphs for s in t.splits if s.rule == "stacked experts"}
+    calls = _calls(model, set(wanted) | stacked, batch, loss, rows, notes)
     trials = []
     for paths, (path, (taskgraph, how)) in zip(kinds.values(), wanted.items(), strict=True):
         layer, example = model.get_submodule(path), captured.examples.get(path)
@@ -87,8 +94,22 @@ def find_trials(
                     unread=_unread(path, taskgraph),
                 )
             )
-        trials += [] if why else _stacked_trials(model, path, taskgraph, device)
+        trials += [] if why else _stacked_trials(model, path, taskgraph, calls)
     return trials
+
+
+_BY_LOOKS = ("stacked experts", "stacked columns")
+"""Rules for modules whose code no trace has seen."""
+
+
+def _unseen(module: nn.Module) -> Hashable:
+    """What the code of a module that no trace looks into may branch on."""
+    return tuple(
+        (path, name, value)
+        for path, part in module.named_modules()
+        for name, value in sorted(part.__dict__.items())
+        if isinstance(value, bool | int | float | str)
+    )
 
 
 def _trained(shapes: list[TensorShape], paths: list[str], captured: Captured) -> list[TensorShape]:
@@ -197,7 +218,7 @@ def _calls(
 
 
 def _stacked_trials(
-    model: nn.Module, path: str, taskgraph: TaskGraphPlan, device: torch.device
+    model: nn.Module, path: str, taskgraph: TaskGraphPlan, calls: dict[str, tuple[Any, Any]]
 ) -> list[Trial]:
     """Stacked experts alone, with choices and weights that tell all of them apart."""
     trials = []
@@ -205,7 +226,8 @@ def _stacked_trials(
         if split.rule != "stacked experts" or not _within(split.path, path):
             continue
         module = model.get_submodule(split.path)
-        found = matrices(module)
+        given = tensors_in(calls.get(split.path, ()))
+        found = matrices(module, given[0].shape[-1] if given else None)
         assert found is not None, split.path
         w_in, _ = found
         count, width = w_in.shape[:2]
@@ -226,7 +248,8 @@ def _stacked_trials(
             )
             for a in args
         ]
-        trials.append(
+        known = plain_activation(module) is not None
+        trials += [
             Trial(
                 path=split.path,
                 taskgraph=taskgraph,
@@ -235,6 +258,9 @@ def _stacked_trials(
                 args=args,
                 kwargs={},
                 shapes=shapes,
+                training=training,
             )
-        )
+            # Code of their own may be another in evaluation, and no trace of it was seen.
+            for training in ((None,) if known else (True, False))
+        ]
     return trials

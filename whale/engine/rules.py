@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from whale.engine.unit_marks import install_marks, install_units
+from whale.engine.unit_marks import install_inside, install_marks, install_units
 from whale.errors import WhaleError
 from whale.ir.sharding import DimSharding
 from whale.nn.attention import MultiheadForward
@@ -94,6 +94,7 @@ def _install_pair(
 def _install_attention(
     path: str, parts: list[nn.Module], shard: Shard, modules: dict[str, nn.Module]
 ) -> None:
+    install_inside(path, shard, modules)
     install_units(_by_path(parts, modules), shard)
     install_marks(path, shard, modules)
 

@@ -62,7 +62,7 @@ class _Shapes:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The replaced forward."""
-        found = matrices(self.module)
+        found = matrices(self.module, hidden_states.shape[-1])
         assert found is not None
         w_in, w_out = found
         gated = w_in.shape[2] != w_out.shape[1]

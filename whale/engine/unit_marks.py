@@ -6,7 +6,7 @@ SplitOption are made by `engine.unit_options`, tried by `engine.rerun`, and trav
 | mark | meaning |
 |---|---|
 | `row` path | a Linear that reads units: its input features are cut |
-| `count` module:attribute | an attribute (or one of its `config`) that counts heads or columns |
+| `count` module:attribute | a number (or one of its `config`) of heads or their columns, inside |
 | `cut` parameter | one of the module's own that is cut with the units |
 | `summed` module:parameter | a whole parameter that meets units |
 | `entry` path | a module whose whole output meets units |
@@ -21,8 +21,7 @@ SplitOption are made by `engine.unit_options`, tried by `engine.rerun`, and trav
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch import nn
 from whale.engine.program import Program, Ref, visit
 from whale.ir.model_graph import SplitOption
 from whale.nn.forwards import replace_forward
+from whale.nn.inside import Count, Inside
 from whale.nn.own_heads import EnteredOutput, OwnHeads, SummedParameters
 from whale.nn.shard import Shard
 from whale.nn.sharded import Column, Row, SharedInput
@@ -46,6 +46,11 @@ class _Entered(SharedInput):
 def marked(shard: Shard, what: str) -> list[str]:
     """Where a shard has this mark."""
     return [where for mark, where in shard.marks if mark == what]
+
+
+def install_inside(path: str, shard: Shard, modules: Mapping[str, nn.Module]) -> None:
+    """Where columns and rows run, and the attributes that count units there."""
+    shard.inside = Inside(path, list(_counts(shard, modules)))
 
 
 def install_units(parts: Mapping[str, nn.Module], shard: Shard) -> None:
@@ -65,8 +70,6 @@ def install_marks(path: str, shard: Shard, modules: Mapping[str, nn.Module]) -> 
     """All that is not columns and rows."""
     for entry in marked(shard, "entry"):
         replace_forward(modules[entry], EnteredOutput(modules[entry].forward, shard))
-    for place in marked(shard, "count"):
-        _count(place, shard, modules)
     summed: dict[str, list[str]] = {}
     for place in marked(shard, "summed"):
         module, _, name = place.rpartition(":")
@@ -115,15 +118,10 @@ def without_unread(
     return replace(option, marks=marks)
 
 
-def _count(place: str, shard: Shard, modules: Mapping[str, nn.Module]) -> None:
-    path, _, attribute = place.rpartition(":")
-    module = modules[path]
-    if attribute.startswith("config."):
-        config = module.__dict__["config"]
+def _counts(shard: Shard, modules: Mapping[str, nn.Module]) -> Iterator[Count]:
+    for place in marked(shard, "count"):
+        path, _, attribute = place.rpartition(":")
         name = attribute.removeprefix("config.")
-        if "_whale_own_config" not in module.__dict__:
-            module.__dict__["_whale_own_config"] = True
-            config = module.__dict__["config"] = copy.copy(config)
-        setattr(config, name, shard.local(getattr(config, name)))
-        return
-    setattr(module, attribute, shard.local(getattr(module, attribute)))
+        holder = modules[path] if name == attribute else modules[path].__dict__["config"]
+        where = f"{path}.{attribute}" if path else attribute
+        yield Count(holder, name, shard.local(getattr(holder, name)), where)

@@ -21,7 +21,7 @@ from whale.errors import WhaleError
 from whale.nn import batch_norm_cuda
 from whale.nn.column_shard import plain
 from whale.nn.forwards import replace_base, replace_forward, runs
-from whale.runtime.collectives import all_sum, first_order_of, gather
+from whale.runtime.collectives import all_sum, first_order_of, gather, refuse_transforms
 from whale.runtime.groups import communicator
 
 
@@ -40,6 +40,7 @@ class SyncedBatchNorm:
             return _BatchNorm.forward(module, x)
         if x.is_cuda:
             x = batch_norm_cuda.dense(x)
+        refuse_transforms()
         with torch.no_grad():
             mean, invstd, counts = self._statistics(x)
         return _Normalize.apply(  # type: ignore[no-any-return]

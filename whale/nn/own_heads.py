@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from whale.errors import WhaleError
 from whale.nn.attention import own_mask
 from whale.nn.column_shard import plain
+from whale.nn.inside import Inside
 from whale.nn.shard import Shard
 from whale.nn.sharded import map_tensors
 from whale.runtime import collectives
@@ -129,12 +130,13 @@ class OwnHeads:
         means: Sequence[int] = (),
         spread: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
+        self.inside = shard.inside or Inside("")
         self.forward, self.mode = forward, _Operands(shard, operands or {}, means)
         self.shard, self.gathered, self.spread = shard, gathered or {}, spread or {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The replaced forward; outputs that others may read are gathered."""
-        with self.mode:
+        with self.inside, self.mode:
             out = self.forward(*args, **kwargs)
         if not self.gathered and not self.spread:
             return out

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from whale.ir.sharding import DimSharding
+from whale.nn.inside import Inside
 from whale.runtime import collectives
 from whale.runtime.context import RowLayout
 from whale.runtime.groups import Communicator, communicator
@@ -34,6 +35,8 @@ class Shard:
     """What else the rule does (`engine.unit_marks`)."""
     stays: bool = False
     """Whether all that reads the output of a lone column split works on its shards."""
+    inside: Inside | None = None
+    """The module in whose forward columns and rows run; None: not known, as in a trial."""
 
     @property
     def communicator(self) -> Communicator:
@@ -80,6 +83,7 @@ class Shard:
 
         `meanwhile` runs in backward while the input's gradient is summed; not across replicas.
         """
+        collectives.refuse_transforms()
         if self.rows is None:
             return collectives.enter(x, self.group, meanwhile)
         sizes = rows_by_member(self.rows, x, self.index, self.group)
@@ -87,6 +91,7 @@ class Shard:
 
     def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of all members, of something without a gradient."""
+        collectives.refuse_transforms()
         if self.rows is None:
             return x
         sizes = rows_by_member(self.rows, x, self.index, self.group)
@@ -94,12 +99,14 @@ class Shard:
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """The whole output out of partial products."""
+        collectives.refuse_transforms()
         if self.rows is None:
             return collectives.leave(x, self.group)
         return collectives.leave_rows(x, 0, self.rows.scaled(x.shape[0]), self.group)
 
     def cut(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """The own part along `dim` of a whole input, `size` elements in all: back from `join`."""
+        collectives.refuse_transforms()
         sizes = self.sizes(size)
         if self.rows is None:
             return collectives.scatter(x, dim, sizes, self.group)
@@ -108,6 +115,7 @@ class Shard:
 
     def join(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """The whole output out of shards along `dim`, `size` elements in all."""
+        collectives.refuse_transforms()
         sizes = self.sizes(size)
         if self.rows is None:
             return collectives.gather(x, dim, sizes, self.group)

@@ -157,22 +157,26 @@ class SharedInput:
         self.shard = shard
         self.source: torch.Tensor | None = None
         self.version = 0
+        self.grad = False
         self.entered: torch.Tensor | None = None
         self.queue: WeightQueue | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, entered once."""
         version = 0 if x.is_inference() else x._version
-        if self.source is not x or self.entered is None or self.version != version:
+        known = self.source is x and self.version == version
+        # What was entered without gradients has none to give to who asks for them.
+        grad = torch.is_grad_enabled()
+        if not known or self.entered is None or (grad and not self.grad):
             whole = plain(x)
             # Without a gradient for x, or across replicas, nothing would ever empty the queue; a
             # weight used twice would be taken for final after its first use.
             inside = self.shard.overlap and self.shard.rows is None
-            overlaps = inside and whole.requires_grad and torch.is_grad_enabled()
+            overlaps = inside and whole.requires_grad and grad
             self.queue = WeightQueue() if overlaps else None
             meanwhile = self.queue.run if self.queue is not None else None
             self.source, self.entered = x, self.shard.enter(whole, meanwhile)
-            self.version = version
+            self.version, self.grad = version, grad
         return self.entered
 
     def clear(self) -> None:
@@ -184,10 +188,12 @@ class Column:
     """Output columns of a Linear; the result stays sharded for the row split that follows."""
 
     def __init__(self, module: Any, shared: SharedInput) -> None:
-        self.module, self.shared = module, shared
+        self.module, self.shared, self.inside = module, shared, shared.shard.inside
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The replaced forward."""
+        if self.inside is not None:
+            self.inside.check(self.module)
         entered = self.shared(x)
         return product(self.module, entered, self.module.bias, self.shared.queue)
 
@@ -200,6 +206,8 @@ class Row:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The replaced forward."""
+        if self.shard.inside is not None:
+            self.shard.inside.check(self.module)
         self.shared.clear()
         out = self.shard.leave(product(self.module, x, None))
         return with_bias(out, self.module.bias)
@@ -282,8 +290,17 @@ class RowsAround:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The replaced forward."""
+        collectives.refuse_transforms()
         taken = iter(self.dims[0])
-        args, kwargs = map_tensors((args, kwargs), lambda x: self._gather(plain(x), next(taken)))
+        gathered: dict[int, torch.Tensor] = {}
+
+        def once(x: torch.Tensor) -> torch.Tensor:
+            dim = next(taken)
+            if id(x) not in gathered:
+                gathered[id(x)] = self._gather(plain(x), dim)
+            return gathered[id(x)]
+
+        args, kwargs = map_tensors((args, kwargs), once)
         made = iter(self.dims[1])
         with self.rows.all_rows():
             out = self.forward(*args, **kwargs)

@@ -30,6 +30,7 @@ import torch
 from torch.library import custom_op
 
 from whale.errors import WhaleError
+from whale.runtime.compat import in_transform
 from whale.runtime.groups import communicator
 
 Backward = Callable[..., Any]
@@ -68,6 +69,16 @@ def _second_order(what: str) -> WhaleError:
         hint="let one device compute it, where each gradient has its whole graph: `wh.replicate` "
         "a split module, give the stage of a batch norm one replica",
     )
+
+
+def refuse_transforms() -> None:
+    """Before a forward that needs other ranks: a transform would pass by what they compute."""
+    if in_transform():
+        raise WhaleError(
+            "a module that several ranks compute together is called inside torch.func (vmap, jvp, "
+            "grad, ...) or forward-mode autograd, which know nothing of the other ranks",
+            hint="let one device compute it: `wh.replicate` this module",
+        )
 
 
 @custom_op("whale::leave", mutates_args=())

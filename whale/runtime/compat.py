@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import _symmetric_memory
 from torch.distributions import Distribution
@@ -200,8 +201,8 @@ def operation_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def in_transform() -> bool:
-    """Whether the code runs inside `torch.func` (vmap, grad, ...)."""
-    return bool(torch._C._are_functorch_transforms_active())
+    """Whether the code runs inside `torch.func` (vmap, grad, ...) or in forward-mode autograd."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 class SymmetricBuffer(Protocol):

@@ -117,12 +117,22 @@ def remember(now: Callable[[], _T]) -> _T:
 @contextmanager
 def scope(current: Scope) -> Iterator[None]:
     """Around a forward: checkpoints in it come back to the position they were called at."""
-    install()
-    _scopes.append(current)
+    push(current)
     try:
         yield
     finally:
-        _scopes.pop()
+        pop()
+
+
+def push(current: Scope) -> None:
+    """The beginning of `scope`, for what runs too often for a generator."""
+    install()
+    _scopes.append(current)
+
+
+def pop() -> None:
+    """The end of it."""
+    _scopes.pop()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whale.nn.column_shard import plain
+from whale.nn.inside import Count, Inside
 from whale.nn.shard import Shard
 
 
@@ -19,7 +20,7 @@ class BatchedForward:
 
     def __init__(self, module: nn.Module, shard: Shard) -> None:
         self.own, self.shard = module.forward, shard
-        module.num_experts = shard.num_units  # type: ignore[assignment]
+        self.inside = Inside("", [Count(module, "num_experts", shard.num_units, "num_experts")])
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The replaced forward."""
@@ -27,6 +28,7 @@ class BatchedForward:
         with torch._C.DisableTorchFunction():
             each = rows.shape[0] // shard.cuts[-1]
             own = shard.enter(rows).narrow(0, shard.low * each, shard.num_units * each)
-        made: Tensor = self.own(own)
+        with self.inside:
+            made: Tensor = self.own(own)
         with torch._C.DisableTorchFunction():
             return shard.join(made, 0, made.shape[0] // shard.num_units * shard.cuts[-1])

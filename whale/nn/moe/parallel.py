@@ -55,6 +55,7 @@ class MeetingForward:
 
     def __call__(self, x: Tensor, valid: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The replaced forward."""
+        collectives.refuse_transforms()
         return self.module.run(plain(x), valid, self.meeting, self.module.here)
 
 
@@ -81,6 +82,7 @@ class ExpertForward:
 
     def __call__(self, x: Tensor, valid: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The replaced forward."""
+        collectives.refuse_transforms()
         if self.by_columns:
             compute = self._columns
         else:

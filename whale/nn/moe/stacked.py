@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from whale.errors import WhaleError
 from whale.nn.column_shard import plain
+from whale.nn.inside import Count, Inside
 from whale.nn.moe import permute
 from whale.nn.moe.exchange import Exchange
 from whale.nn.moe.experts import moe_ffn
@@ -38,11 +39,12 @@ _ACTIVATIONS = {
 }  # fmt: skip
 
 
-def matrices(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+def matrices(module: nn.Module, width: int | None = None) -> tuple[Tensor, Tensor] | None:
     """(w_in [E, d, f or 2 f], w_out [E, f, d]): views of its first and last stacked parameters.
 
     None where they do not fit. Stacks may be stored transposed, or with experts and their rows in
-    one dim.
+    one dim. Experts of one matrix in and one out fit both ways: then `width`, that of the tokens,
+    tells.
     """
     stacks = [p for p in module.parameters() if p.dim() == 3]
     if not stacks:
@@ -57,11 +59,13 @@ def matrices(module: nn.Module) -> tuple[Tensor, Tensor] | None:
         stored.reverse()
     # Three: gate, up and down apart, of which transformers stores the last as it is.
     stored.append((first.transpose(1, 2), last))
-    for w_in, w_out in stored:
-        fits = w_in.shape[1] == w_out.shape[2]
-        if fits and w_in.shape[2] in (w_out.shape[1], 2 * w_out.shape[1]):
-            return w_in, w_out
-    return None
+    found = [
+        (w_in, w_out)
+        for w_in, w_out in stored
+        if w_in.shape[1] == w_out.shape[2] and w_in.shape[2] in (w_out.shape[1], 2 * w_out.shape[1])
+    ]
+    told = [pair for pair in found if pair[0].shape[1] == width]
+    return next(iter(told or found), None)
 
 
 def plain_activation(module: nn.Module) -> str | None:
@@ -94,11 +98,12 @@ class StackedForward:
         self.exchange = Exchange(shard)
         self.activation = plain_activation(module)
         self.own = module.forward
-        if not by_columns:
-            module.num_experts = shard.num_units  # type: ignore[assignment]
+        counts = [Count(module, "num_experts", shard.num_units, "num_experts")]
+        self.inside = Inside("", [] if by_columns else counts)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The replaced forward."""
+        collectives.refuse_transforms()
         tokens, gates = plain(hidden_states), plain(top_k_weights)
         if top_k_index.shape != gates.shape or tokens.numel() // tokens.shape[-1] != len(gates):
             raise WhaleError(
@@ -166,12 +171,14 @@ class StackedForward:
         ones = rows.new_ones(len(rows), 1)
         if self.activation is not None:
             return self._ffn(rows, ids.unsqueeze(1), ones)
-        made: Tensor = self.own(rows, ids.unsqueeze(1), ones)
+        with self.inside:
+            made: Tensor = self.own(rows, ids.unsqueeze(1), ones)
         return made.reshape(rows.shape)
 
     def _ffn(self, tokens: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         assert self.activation is not None
-        found = matrices(self.module)
+        with self.inside:
+            found = matrices(self.module)
         assert found is not None
         w_in, w_out = found
         return moe_ffn(tokens, ids, gates, w_in, w_out, activation=self.activation, gated=True)
