@@ -7,15 +7,13 @@ of every value, the FLOPs per row, and the constants of the glue that grow with 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from whale.engine.causality import CausalWatch
 from whale.engine.changes import changed as changed_state
@@ -30,6 +28,7 @@ from whale.engine.outside import Moved, as_it_was
 from whale.engine.probe import seen_draws
 from whale.engine.program import Program, check_rows, merge, tensors_in, tree_map
 from whale.engine.readers import Readers
+from whale.engine.seen import Seen
 from whale.engine.stacked_experts import give_shapes
 from whale.engine.trace import GlueTracer, add_constants, refuse_exchanged
 from whale.engine.weights import own_tensors
@@ -288,40 +287,6 @@ class _Paused:
 
     def __exit__(self, *exc: object) -> None:
         self.tracer.paused -= 1
-
-
-@dataclass(slots=True)
-class Seen:
-    """What runs on fakes look at.
-
-    Attributes:
-        layers: Paths of the Layers.
-        grad: Whether gradients are on around the model's code.
-        called: Paths of all modules that were called.
-    """
-
-    layers: Collection[str]
-    grad: bool = True
-    called: set[str] = field(default_factory=set)
-
-    @contextmanager
-    def calls(self, model: nn.Module) -> Iterator[None]:
-        """Inside, calls of the model's modules are noted."""
-        paths: dict[int, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            paths.setdefault(id(module), []).append(path)
-
-        def note(module: nn.Module, args: Any) -> None:
-            self.called.update(paths.get(id(module), ()))
-
-        handle = register_module_forward_pre_hook(note)
-        try:
-            with warnings.catch_warnings():
-                # Of compiled modules, whose calls would be noted twice.
-                warnings.filterwarnings("ignore", message=".*there are global hooks on modules")
-                yield
-        finally:
-            handle.remove()
 
 
 def capture(

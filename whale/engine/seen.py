@@ -1,0 +1,49 @@
+"""Seen: what runs on fake tensors look at, and which modules they called.
+
+Place in the flow: shared by the runs of one `engine.capture`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+@dataclass(slots=True)
+class Seen:
+    """What runs on fakes look at.
+
+    Attributes:
+        layers: Paths of the Layers.
+        grad: Whether gradients are on around the model's code.
+        called: Paths of all modules that were called.
+    """
+
+    layers: Collection[str]
+    grad: bool = True
+    called: set[str] = field(default_factory=set)
+
+    @contextmanager
+    def calls(self, model: nn.Module) -> Iterator[None]:
+        """Inside, calls of the model's modules are noted."""
+        paths: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            paths.setdefault(id(module), []).append(path)
+
+        def note(module: nn.Module, args: Any) -> None:
+            self.called.update(paths.get(id(module), ()))
+
+        handle = register_module_forward_pre_hook(note)
+        try:
+            with warnings.catch_warnings():
+                # Of compiled modules, whose calls would be noted twice.
+                warnings.filterwarnings("ignore", message=".*there are global hooks on modules")
+                yield
+        finally:
+            handle.remove()
