@@ -315,6 +315,14 @@ def normalised(out: Tensor, y: Tensor) -> Tensor:
     return ((out - y).square().sum(1) * (weights / weights.sum())).sum()
 
 
+class Fades(Net):
+    """A coefficient of the batch, which comes to nothing."""
+
+    def forward(self, x: Tensor, y: Tensor, much: Tensor) -> Tensor:
+        out = super().forward(x)
+        return F.mse_loss(out, y) + much * out.abs().mean()
+
+
 class Prior(Net):
     """Its weights are held near one row of numbers."""
 
@@ -374,6 +382,9 @@ def ordinary() -> dict[str, Any]:
         "in chunks": compared(Net(), in_chunks, data, config=TWO),
         "looped": compared(Net(), looped, data),
         "normalised": compared(Net(), normalised, data),
+        "fades": compared(
+            Fades(), None, [(*numbers(i), torch.tensor(0.5 * (i < 1)).double()) for i in range(3)]
+        ),
         "prior": compared(Prior(), None, data),
         "experts twice": compared(Twice(), mse, [numbers(0), numbers(1)]),
         "row by row": compared(RowByRow(), None, [labelled(0), labelled(1)]),
