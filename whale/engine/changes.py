@@ -322,6 +322,8 @@ def refuse_across_stages(plan: Plan, model: nn.Module, captured: Any) -> None:
             stages.update(stages_running(plan, path, glue=False))
             stages.update(readers.get(f"{path}.{leaf}" if path else leaf, ()))
             glue |= not _layers_of(plan, path)
+        if glue and not stages and _set_once(model, owner, leaf):
+            continue
         if glue or len(stages) > 1:
             what = "between Layers" if glue else f"and used in stages {sorted(stages)}"
             raise PlanError(
@@ -329,6 +331,15 @@ def refuse_across_stages(plan: Plan, model: nn.Module, captured: Any) -> None:
                 "see it as one device does",
                 hint="change and read it inside one annotated module, or use one stage",
             )
+
+
+def _set_once(model: nn.Module, owner: str, leaf: str) -> bool:
+    """Whether it is a private flag that is down yet: so libraries note that they are set up.
+
+    Whether what follows is the same with the flag up, `engine.relay` tries in a second forward.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return leaf.startswith("_") and getattr(modules.get(owner), leaf, False) is False
 
 
 def _refuse_outside(plan: Plan, model: nn.Module, captured: Any) -> None:

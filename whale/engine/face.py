@@ -221,7 +221,19 @@ class Face:
         self._looks = [_looks(tensor) for _, tensor in self.tensors]
         self._samples = [_sample(tensor) for _, tensor in self.tensors]
         self._hooks = [_hooks(user) for user, _ in self.pairs]
+        self._held = [_held(user) for user, _ in self.pairs]
         self._members = [tuple(user._modules.values()) for user, _ in self.pairs]
+
+    def refuse_exchanged(self) -> None:
+        """A call with other tensors in the place of the model's (`torch.func.functional_call`)."""
+        for (user, _), held in zip(self.pairs, self._held, strict=True):
+            if _held(user) != held:
+                raise WhaleError(
+                    f"a {type(user).__name__} is called with other tensors than its own while a "
+                    "step is open, whose trained copy would be run instead",
+                    hint="load them into a copy of the model made before wh.parallelize, or into "
+                    "the step (step.load_state_dict)",
+                )
 
     def follow(self) -> bool:
         """Takes over the user's flags; whether any was new. Refuses what a step cannot follow."""
@@ -332,6 +344,12 @@ class Face:
         if key not in self._said:
             self._said.add(key)
             _LOG.warning("%s", text)
+
+
+def _held(module: nn.Module) -> tuple[int, ...]:
+    """Which tensors a module has, asked past the face."""
+    tables = (module.__dict__["_parameters"], module.__dict__["_buffers"])
+    return tuple(id(tensor) for table in tables for tensor in dict.values(table))
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -369,6 +369,7 @@ class Step:
 
         `model(x)` asks this while the step is open.
         """
+        self._face.refuse_exchanged()
         self._face.follow()
         return runnable(self.plan, self._lowered, self.rank, path)
 
