@@ -13,7 +13,7 @@ import itertools
 import sys
 import warnings
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from operator import is_
 from types import MethodType, SimpleNamespace
@@ -71,22 +71,29 @@ class Box:
 
 
 class Items(Box):
-    """A dict, list, deque or set."""
+    """A dict, list, deque or set; past the methods of a subclass, which may refuse."""
+
+    def __init__(self, thing: Any, name: str) -> None:
+        super().__init__(thing, name)
+        kinds: tuple[Any, ...] = (OrderedDict, dict, deque, list, set)
+        self.kind = next(kind for kind in kinds if isinstance(thing, kind))
 
     def read(self) -> Values:
         """Of a dict the keys, then the values."""
-        thing = self.thing
-        return (*thing, *thing.values()) if isinstance(thing, dict) else tuple(thing)
+        if isinstance(self.thing, dict):
+            return (*self.kind.keys(self.thing), *self.kind.values(self.thing))
+        return tuple(self.kind.__iter__(self.thing))
 
     def write(self, values: Values) -> None:
         """The same object, with what was in it."""
-        self.thing.clear()
+        self.kind.clear(self.thing)
         if isinstance(self.thing, dict):
-            self.thing.update(_halves(values))
+            for key, value in _halves(values).items():
+                self.kind.__setitem__(self.thing, key, value)
         elif isinstance(self.thing, set):
-            self.thing.update(values)
+            self.kind.update(self.thing, values)
         else:
-            self.thing.extend(values)
+            self.kind.extend(self.thing, values)
 
     def named(self, values: Values) -> dict[Any, Any]:
         """Of a dict by key, of a set by item."""

@@ -254,7 +254,8 @@ def _run(
                     if name in fixed:
                         tensor.copy_(fixed[name])
         state = {**_outside(tried, judge), **state_of(tried, judge, values=True)}
-        tried.eval()
+        for module in tried.modules():
+            module.training = False  # not by `eval`, in which modules may change shared weights
         torch.manual_seed(0)
         return state, (losses[-1], _loss(tried, judge, parts[-1]))
 

@@ -162,8 +162,8 @@ class Following:
             if watched.glue:
                 said = "its code between Layers was traced with the value it had"
                 raise _refusal(name, old, new, said, hint=_HINT_IN_GLUE)
-            if isinstance(new, nn.Module) or next(reachable(new), None) is not None:
-                raise _refusal(name, old, new, "tensors of the script are not those that train")
+            if isinstance(new, nn.Module) or any(t.requires_grad for t in reachable(new)):
+                raise _refusal(name, old, new, "what the script computed is not what trains")
             self._tally.note(name, new)
         if found and watched.local is not box.thing:
             _merge(box, watched.local, before, found)

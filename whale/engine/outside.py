@@ -108,7 +108,7 @@ class _Search:
         elif isinstance(thing, property):
             for function in (thing.fget, thing.fset):
                 self.add(function, name)
-        elif hasattr(thing, "__wrapped__") and callable(thing):  # a cache around a function
+        elif isinstance(getattr(thing, "__wrapped__", None), FunctionType):  # a cache, say
             self.add(thing.__wrapped__, name)
         elif isinstance(thing, nn.Module):
             self._module(thing, name)
