@@ -155,6 +155,7 @@ def _run_there(
                 with tracer:
                     out = batches.call_model(fake, loss, inputs)
                 run.result = {name: None for name in out}
+        tracer.program.written = tracer.written()
         run.changes = changed_state(before, state_of(fake, loss, values=False))
         return run
 

@@ -228,12 +228,9 @@ class Face:
         """A call with other tensors in the place of the model's (`torch.func.functional_call`)."""
         for (user, _), held in zip(self.pairs, self._held, strict=True):
             if _held(user) != held:
-                raise WhaleError(
-                    f"a {type(user).__name__} is called with other tensors than its own while a "
-                    "step is open, whose trained copy would be run instead",
-                    hint="load them into a copy of the model made before wh.parallelize, or into "
-                    "the step (step.load_state_dict)",
-                )
+                said = f"a {type(user).__name__} is called with other tensors than its own, where "
+                hint = "call a copy of the model made before wh.parallelize"
+                raise WhaleError(said + "the open step's trained ones would run", hint=hint)
 
     def follow(self) -> bool:
         """Takes over the user's flags; whether any was new. Refuses what a step cannot follow."""
@@ -348,8 +345,8 @@ class Face:
 
 def _held(module: nn.Module) -> tuple[int, ...]:
     """Which tensors a module has, asked past the face."""
-    tables = (module.__dict__["_parameters"], module.__dict__["_buffers"])
-    return tuple(id(tensor) for table in tables for tensor in dict.values(table))
+    tables = (dict.values(module.__dict__[name]) for name in ("_parameters", "_buffers"))
+    return tuple(id(tensor) for table in tables for tensor in table)
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -166,6 +166,8 @@ class Program:
     specs: list[ValueSpec] = field(default_factory=list)
     result: Any = None
     asked: list[Asked] = field(default_factory=list)
+    written: frozenset[int] = frozenset()
+    """Values that were written to in place after they were made, directly or through a view."""
     loss_from: int = 0
     """The first operation of the code that is watched for means: all, if the model makes its loss.
     """
@@ -349,6 +351,7 @@ def merge(first: Program, second: Program, rows: tuple[int, int]) -> Program:
         specs=specs,
         result=first.result,
         asked=first.asked,
+        written=first.written | second.written,
         loss_from=first.loss_from,
     )
 

@@ -32,7 +32,6 @@ from whale.nn.randomness import PlainDraws
 from whale.runtime import batch as batches
 from whale.runtime import generators
 from whale.runtime.compat import about_fakes
-from whale.runtime.transfers import opened
 
 _ROWS, _FEW_ROWS = 5, 4
 """Rows that run: others than those of the traces, whose constants would hide in them."""
@@ -256,8 +255,7 @@ class _Team:
         for stage, draws in zip(runners, every, strict=True):
             received = {v: self._arrived(v, sent[v]) for v in _values(stage.incoming)}
             with self._forward(draws, number, rows):
-                given = {v: opened(t) for v, t in received.items()}
-                outcome = stage.forward(batch, given, rows)
+                outcome = stage.forward(batch, received, rows)
             sent.update(outcome.values)
             stages.append((outcome.values, received))
             loss = outcome.loss.total if outcome.loss is not None else loss

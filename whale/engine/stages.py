@@ -25,6 +25,7 @@ from whale.ir.plan import Plan
 from whale.nn.column_shard import plain
 from whale.runtime import batch as batches
 from whale.runtime.stage import Outcome
+from whale.runtime.transfers import opened
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class StageProgram:
     """The first of its operations that is watched for means: see `Program.loss_from`."""
     dtypes: list[torch.dtype]
     """Of every value of the program, when it was traced."""
+    writes: frozenset[int]
+    """Values from other stages that its code writes to."""
 
 
 def cut(
@@ -94,6 +97,7 @@ def cut(
                 else None,
                 watched=sum(i < program.loss_from for i in own),
                 dtypes=[spec.dtype for spec in program.specs],
+                writes=program.written & {v for values in incoming.values() for v in values},
             )
         )
     for part in stages:
@@ -291,6 +295,7 @@ class CutStage:
         # Code may write to its rows, and a stage of the same rank may read the same memory.
         values = dict(enumerate(batches.leaves(batches.own(batch))))
         values.update(received)
+        values.update((v, opened(received[v])) for v in self.part.writes)
         tracker = self.parts.tracker(rows)
 
         def run(ops: Sequence[Op], values: dict[int, torch.Tensor]) -> None:

@@ -327,8 +327,7 @@ class Step:
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
 
-    # ---- the whole model's tensors
-    # -----------------------------------------------------------------
+    # ---- the whole model's tensors -----------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state on every rank's CPU, with exactly the original model's keys."""

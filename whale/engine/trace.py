@@ -37,7 +37,7 @@ from whale.engine.program import (
 from whale.engine.regions import Regions
 from whale.errors import CaptureError
 from whale.ir.model_graph import IN_PLACE
-from whale.runtime.compat import is_fake, real_tensors, watch_functions
+from whale.runtime.compat import is_fake, real_tensors, version, watch_functions
 
 READS = {
     "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
@@ -136,6 +136,7 @@ class GlueTracer(TorchFunctionMode):
         self.stale = {storage for tensor in held if (storage := _storage(tensor))}
         self.program = Program(num_inputs=len(inputs), ops=[])
         self.keep: list[torch.Tensor] = []
+        self.made: list[tuple[torch.Tensor, int]] = []
         self.refs: dict[int, int] = {}
         self.pure: list[bool] = []
         self.from_layers: set[int] = set()
@@ -155,6 +156,7 @@ class GlueTracer(TorchFunctionMode):
         index = len(self.program.specs)
         self.refs[id(tensor)] = index
         self.keep.append(tensor)
+        self.made.append((tensor, version(tensor)))
         self.pure.append(pure)
         self.program.specs.append(
             ValueSpec(
@@ -166,6 +168,11 @@ class GlueTracer(TorchFunctionMode):
             )
         )
         return index
+
+    def written(self) -> frozenset[int]:
+        """The values that were written to since they were made."""
+        pairs = enumerate(self.made)
+        return frozenset(index for index, (tensor, old) in pairs if version(tensor) != old)
 
     def reference(self, value: Any, where: str) -> tuple[Any, bool, tuple[str, ...]]:
         """`value` with tensors replaced by references; whether it is pure; the state it reads."""

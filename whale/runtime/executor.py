@@ -186,13 +186,12 @@ class Executor:
                 if self.borders[value].grad and torch.is_grad_enabled():
                     tensor.requires_grad_()
                 received[value] = tensor
-        given = {value: transfers.opened(tensor) for value, tensor in received.items()}
         # A micro-batch without a row anywhere is none: one device has no such forward either.
         if rows == 0 and (stage in self.skips or self.context.micro_rows == 0):
             self._forward_nothing(stage, micro_batch, received)
             return
         begun, reentrant = self.clock.begin_compute(), recompute.num_reentrant()
-        outcome = self._forward(module, part, given, rows)
+        outcome = self._forward(module, part, received, rows)
         nested = recompute.num_reentrant() > reentrant
         self.clock.end_compute(begun, "F", stage, rows)
         made = [*outcome.values.values(), *([] if outcome.loss is None else [outcome.loss.total])]
