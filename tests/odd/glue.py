@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -141,6 +142,56 @@ def _energy(model: Any, h: Tensor, mask: Tensor) -> Tensor:
     return h - 0.05 * force
 
 
+def _view(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    h = h * 1.0
+    h[:, 0].mul_(0.5)
+    return h
+
+
+def _mask_view(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    keep = torch.ones_like(h)
+    keep[:, -1].fill_(0.5)
+    return h * keep
+
+
+def _behind(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """Writes to what an earlier block made, after another one has read it."""
+    side = h.detach()
+    out = _again(model, h.clone(), mask)
+    side.add_(0.1)
+    return h.clone() + 0.1 * torch.tanh(out)
+
+
+def _numpy(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    rows = h.reshape(np.prod(h.shape[:2]), h.shape[2]) / np.sqrt(h.shape[2])
+    return rows.reshape(tuple(np.array(h.shape))) * 3
+
+
+def _range(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    return h[range(len(h))] * 0.9
+
+
+def _words(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    parts = {"left": h * 0.5, "right": torch.tanh(h)}
+    return sum(parts[word] for word in sorted(set(parts)))  # type: ignore[return-value]
+
+
+def _deep(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    for _ in range(2):
+        h = h + 0.1 * torch.tanh(checkpoint(_again, model, h, mask, use_reentrant=True))
+    return h
+
+
+def _turned(model: Any, h: Tensor, mask: Tensor) -> Tensor:
+    """A flag of a block, up for one call."""
+    block = model.get_submodule(model.paths[0])
+    mode = block.training
+    block.eval()
+    out = _again(model, h, mask)
+    block.train(mode)
+    return h + 0.1 * torch.tanh(out)
+
+
 GLUES: dict[str, Glue] = {
     "": lambda model, h, mask: h,
     "scale": lambda model, h, mask: h * 0.9,
@@ -172,6 +223,14 @@ GLUES: dict[str, Glue] = {
     "teacher": _teacher,
     "mixed-precision": _mixed_precision,
     "energy": _energy,
+    "view": _view,
+    "mask-view": _mask_view,
+    "behind": _behind,
+    "numpy": _numpy,
+    "range": _range,
+    "words": _words,
+    "deep": _deep,
+    "turned": _turned,
 }
 EASY = {"", "scale", "width", "shift", "centre", "detach", "masked", "flat", "no-grad"}
 """Glue that must work under every layout."""
