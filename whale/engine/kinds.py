@@ -136,7 +136,8 @@ class Kinds:
         if not new and not late:
             return
         try:
-            self._look(batch, signature)
+            # What evaluation of a known kind does to splits was looked at when it was built.
+            self._look(batch, signature, judges=new or signature.training)
         except WhaleError as error:
             hints = ["give wh.parallelize such a batch, to see it at build"] if new else []
             raise WhaleError(
@@ -196,7 +197,7 @@ class Kinds:
             for held, name, value in before:
                 held[name] = value
 
-    def _look(self, batch: LocalBatch, signature: Signature) -> None:
+    def _look(self, batch: LocalBatch, signature: Signature, *, judges: bool) -> None:
         grad = torch.is_grad_enabled()
         held = sum(high - low for low, high in batch.rows)
         whole = replace(batch, total_rows=held, rows=((0, held),))
@@ -219,7 +220,7 @@ class Kinds:
                 grad=grad,
                 layers=self.layers,
             )
-            if self.splits:
+            if self.splits and judges:
                 self.judge(captured.graph, captured.called)
             look(
                 self.model,

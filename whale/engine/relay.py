@@ -66,10 +66,11 @@ def check_relay(
     program = captured.program
     tensors = [*model.parameters(), *model.buffers(), *batches.leaves(batch)]
     size = sum(p.numel() for p in model.parameters())
-    if len(plan.stages) == 1 or program is None or size > _MOST or any(t.is_meta for t in tensors):
+    total = batches.num_rows(batch)
+    meta = any(t.is_meta for t in tensors)
+    if len(plan.stages) == 1 or program is None or size > _MOST or meta or not total:
         return
     parts = parts_of(plan, captured.graph, program, captured.result)
-    total = batches.num_rows(batch)
     width = max(t.numel() // total for t in batches.leaves(batch) if batches.has_rows(t, total))
     rows = min(_FEW_ROWS if size * width > _LARGE else _ROWS, total)
     team = _Team(model, parts, captured, training, size)
