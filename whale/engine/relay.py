@@ -352,7 +352,10 @@ def _difference(want: _Ran, got: _Ran) -> str:
             who = "the model" if name in want.buffers else "a stage"
             return f"the buffer {name} is changed by {who} alone"
         if not close(want.buffers[name], got.buffers[name], far):
-            return f"the buffer {name} differs afterwards"
+            return (
+                f"the buffer {name} differs afterwards (what a checkpoint runs again changes it in "
+                "another order, where several micro-batches are under way)"
+            )
     return ""
 
 
