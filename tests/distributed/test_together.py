@@ -268,7 +268,8 @@ def _flipped(kind: str) -> str:
     if rank() == step.plan.num_ranks - 1:
         with torch.no_grad():
             tensor = local[2].running_var if kind == "buffer" else local[3].weight
-            tensor.view(torch.int32).view(-1)[1] ^= 1
+            # Not the last one, which the rounding of the next update may put back.
+            tensor.view(torch.int32).view(-1)[1] ^= 1 << 4
     return _refused(step, batch_of(0))
 
 
@@ -336,7 +337,8 @@ def _branches() -> dict[str, str]:
 def test_branches_on_values() -> None:
     for found in run_ranks(2, _branches, timeout=60.0):
         for way in ("bool", "item", "gradient"):
-            assert "differs between replicas" in found[way], found
-            assert "test_together.py:" in found[way]
+            # Either where a number is read, or by a trial of rows that are new in something.
+            read = "differs between replicas" in found[way] and "test_together.py:" in found[way]
+            assert read or "in two parts" in found[way], found
         for way in ("log", "rows", "none"):
             assert found[way] == "accepted", found

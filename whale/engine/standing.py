@@ -59,13 +59,28 @@ def _waits(module: nn.Module) -> bool:
 
 
 def load_into(
-    model: nn.Module, lowered: Lowered, path: str, state: Any, strict: bool, rank: int, ranks: int
+    model: nn.Module,
+    lowered: Lowered,
+    path: str,
+    state: Any,
+    strict: bool,
+    rank: int,
+    ranks: int,
+    trained: Mapping[str, torch.Tensor],
 ) -> Any:
-    """Loads a state dict of a part as torch does, then takes this rank's pieces of what it set."""
+    """Loads a state dict of a part as torch does, then takes this rank's pieces of what it set.
+
+    Modules may fill in what is missing from what they have: they have the `trained` values.
+    """
     part = model.get_submodule(path)
     scratch = copied(part)
     if any(t.is_meta for t in (*scratch.parameters(), *scratch.buffers())):
         scratch = scratch.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, tensor in _all(scratch).items():
+            now = trained.get(f"{path}.{name}" if path else name)
+            if now is not None and now.shape == tensor.shape:
+                tensor.copy_(now)
     before = {id(t): t._version for t in (*scratch.parameters(), *scratch.buffers())}
     result = scratch.load_state_dict(state, strict=strict)
     check_same_weights(scratch, rank, ranks, lowered.device)

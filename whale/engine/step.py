@@ -347,9 +347,9 @@ class Step:
     def load_into(self, path: str, state: Any, strict: bool) -> Any:
         """The same for the part of the model at `path`."""
         with self._together("load_state_dict", {}), bare(self._model):
-            result = load_into(
-                self._model, self._lowered, path, state, strict, self.rank, self.plan.num_ranks
-            )
+            own, trained = (self._model, self._lowered), self._gatherer.state_dict()
+            ranks = (self.rank, self.plan.num_ranks)
+            result = load_into(*own, path, state, strict, *ranks, trained)
         self._outsiders.again()
         return result
 

@@ -182,6 +182,8 @@ def _plus(t: FormTable, args: Any, kwargs: Any, out: Tensor, sign: float) -> For
     a, b = t.form(args[0]), t.form(args[1])
     if a is not None and b is not None:
         return forms.added(a, b, sign)
+    if a is not None and isinstance(args[1], Tensor) and not args[1].is_floating_point():
+        return None  # n + (n == 0)
     if a is not None:
         return forms.shifted(a, args[1] * sign, out)
     if b is None or b.inverse:
@@ -230,6 +232,8 @@ def _where(t: FormTable, func: Any, args: Any, kwargs: Any, out: Tensor) -> Form
     if taken is None:
         taken, other, picks = t.form(args[2]), args[1], ~args[0]
     if taken is None or t.form(other) is not None or taken.inverse or taken.floor:
+        return None
+    if not forms.has_grad(taken):  # a count, in the place of which something else may stand
         return None
 
     def masked(total: Tensor) -> Tensor:

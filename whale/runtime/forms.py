@@ -33,6 +33,7 @@ class Term:
         size: Elements that were added up.
         scaled: Whether anything was multiplied with it, or divided by: with other sums, it is not
             one sum any more.
+        factor: A coefficient of it; unlike what it is divided by, never a count.
     """
 
     total: Tensor
@@ -40,6 +41,7 @@ class Term:
     divisor: Number = 1.0
     size: int = 0
     scaled: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ def count_of(form: Form) -> Count | None:
     if len(form.terms) > 1 or isinstance(form.terms[0].divisor, Tensor) or not origin:
         origin, keep = ("made", id(value)), (value,)
     else:
-        per = 1.0 / form.terms[0].divisor
+        per = form.terms[0].factor / form.terms[0].divisor
     extra = 0.0 if form.rest is None else form.rest
     return Count(
         value=value,
@@ -102,6 +104,8 @@ def count_of(form: Form) -> Count | None:
 
 def _by(term: Term) -> Tensor:
     total = term.total.detach()
+    if term.factor != 1.0:
+        total = total * term.factor
     one = not isinstance(term.divisor, Tensor) and term.divisor == 1.0
     return total if one else total / term.divisor
 
@@ -131,7 +135,11 @@ def scaled(form: Form, by: Number, *, divide: bool) -> Form | None:
             return None
         return replace(form, inverse=form.inverse / by if divide else form.inverse * by)
     if form.floor:
-        return None
+        if isinstance(by, Tensor) or by <= 0 or isinstance(form.floor, Tensor):
+            return None
+        floor = form.floor / by if divide else form.floor * by
+        made = scaled(replace(form, floor=0.0), by, divide=divide)
+        return None if made is None else replace(made, floor=floor)
     if isinstance(by, Tensor) and (by.dim() or by.requires_grad):
         act = torch.div if divide else torch.mul
         return each(form, lambda total: act(total, by))
@@ -140,10 +148,13 @@ def scaled(form: Form, by: Number, *, divide: bool) -> Form | None:
             return each(form, lambda total: total * 0.0)
         if form.rest is not None:  # a count of nothing divides nothing else
             return None
-    terms = tuple(
-        replace(t, divisor=t.divisor * by if divide else t.divisor / by, scaled=True)
-        for t in form.terms
-    )
+    if divide or isinstance(by, Tensor):
+        terms = tuple(
+            replace(t, divisor=t.divisor * by if divide else t.divisor / by, scaled=True)
+            for t in form.terms
+        )
+    else:
+        terms = tuple(replace(t, factor=t.factor * by, scaled=True) for t in form.terms)
     rest = form.rest
     if rest is not None:
         rest = rest / by if divide else rest * by

@@ -277,6 +277,8 @@ class MeanTracker(RerunMode):
         found = []
         means = weighing.means if weighing is not None and kinds is weighing.divisors else ()
         for number, (term, kind) in enumerate(zip(form.terms, kinds, strict=True)):
+            if term.factor != 1.0:
+                term = replace(term, total=term.total * term.factor, factor=1.0)
             divisor = term.divisor
             if kind == "count":
                 if term.count is not None:
@@ -294,6 +296,16 @@ class MeanTracker(RerunMode):
         """The number that a term is divided by, as a count."""
         value = torch.as_tensor(term.divisor, device=term.total.device).detach()
         if isinstance(term.divisor, Tensor) or term.divisor not in (self.rows, term.size):
+            if not self.rows:
+                return Count(value=torch.zeros_like(value), origin=("number", number), divides=True)
+            if not bool(term.total.detach().any()):
+                raise WhaleError(
+                    f"a sum of the loss over {self.rows} rows is 0, divided by {float(value):g}: "
+                    "whether that counts anything, or stands in for a count of nothing "
+                    "(`max(n, 1)`), cannot be told from a number",
+                    hint="divide by a count that can be followed (mask.sum().clamp(min=1), without "
+                    "`.item()`), or use wh.weighted_mean(total, count)",
+                )
             return Count(value=value, origin=("number", number), divides=True)
         per = term.divisor / self.rows if self.rows and term.divisor else 1.0
         return Count(value=value, origin=("rows",), per=per, divides=True)
