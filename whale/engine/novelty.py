@@ -100,3 +100,4 @@ def _sizes(low: float, high: float) -> Iterator[str]:
             number = 2.0**64
         reached = max(_SMALLEST, min(64, math.floor(math.log2(number))))
         yield from (f"{text} 2^{power}" for power in range(_SMALLEST, reached + 1))
+        yield f"{text} about 2^{reached}"  # smaller numbers than ever are news too
