@@ -172,11 +172,11 @@ class _Again(torch.autograd.Function):
 
 
 def test_draws_in_a_backward_are_refused() -> None:
-    with pytest.raises(WhaleError, match="not keyed|not linear"):
+    with pytest.raises(WhaleError, match="draws random numbers"):
         step_of(lambda m, h: _Noisy.apply(h))(BATCH)
     model = Two(lambda m, h: _Again.apply(h, m.drop))
     model.drop = nn.Dropout(0.5)
-    with pytest.raises(WhaleError, match="inside a backward|not linear.*_Again"):
+    with pytest.raises(WhaleError, match="draws random numbers .dropout"):
         wh.parallelize(model, optimizer=partial(torch.optim.SGD, lr=0.1), batch=BATCH, loss=loss)(
             BATCH
         )
