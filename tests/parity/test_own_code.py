@@ -147,7 +147,8 @@ def test_what_cannot_be_exact_is_said():
         assert "whose forward does not call its base's" in found["past"]
         assert found["joined", False] == ["loss"] and found["joined", True] != ["loss"]
         assert max(found["evaluated", True], found["evaluated", False]) < 1e-9
-        assert "sharded" in found["edit"] and "sharded" in found["function"]
+        # By the flag, which makes another kind of batch; or by the tensor that is edited.
+        assert all("sharded" in found[x] or "splits head" in found[x] for x in ("edit", "function"))
 
 
 def _short() -> list[float]:
