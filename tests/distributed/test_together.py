@@ -259,7 +259,7 @@ def test_odd_batches() -> None:
 
 
 def _flipped(kind: str) -> str:
-    # Rank 3 of a pipeline of two replicated stages: rank 2 holds the same.
+    # Rank 3 of a pipeline of two replicated stages: rank 1 holds the same.
     step = build(staged() if kind == "staged" else data(), guard=2)
     local = step._lowered.model
     step(batch_of(0))
