@@ -192,7 +192,7 @@ CASES: dict[str, Case] = {
     "skip": Case(Skip, replicated, vectors(5)),
     "float32": Case(Float32Inside, replicated, vectors(5)),
 }  # fmt: skip
-QUICK_CASES = frozenset({"wide", "attention-nested", "odd", "own-loss", "stages", "float32"})
+QUICK_CASES = frozenset({"noisy", "attention-nested", "odd", "own-loss", "stages", "float32"})
 UNUSED = Case(Unused, replicated, vectors(5))
 
 

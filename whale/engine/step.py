@@ -43,6 +43,7 @@ from whale.ir.schedule import Action
 from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
 from whale.runtime.absent import Presence
+from whale.runtime.context import evaluation_step
 from whale.runtime.executor import Totals
 from whale.runtime.guard import Guard
 from whale.runtime.heartbeat import is_communication_error
@@ -307,8 +308,7 @@ class Step:
         lowered = self._lowered
         flags = {module: module.training for module in lowered.model.modules()}
         lowered.model.eval()
-        # Draws of an evaluation are its own, whatever was trained or loaded before.
-        lowered.context.step = -1 - self.num_steps
+        lowered.context.step = evaluation_step(self.num_steps)
         try:
             with torch.no_grad():
                 if self._recheck is not None:

@@ -29,6 +29,14 @@ class StepContext:
     """Rows of the global batch."""
 
 
+def evaluation_step(num_steps: int) -> int:
+    """The step that an evaluation after `num_steps` steps draws by: its own, never one that trains.
+
+    So whatever was trained or evaluated before, it draws the same numbers.
+    """
+    return -1 - num_steps
+
+
 @dataclass(slots=True)
 class BackwardPass:
     """Whether a step's own backward runs, in whatever thread the engine runs it.

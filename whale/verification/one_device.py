@@ -24,6 +24,7 @@ from whale.engine.weights import copied, local_copy
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.runtime import batch as batches
+from whale.runtime.context import evaluation_step
 from whale.verification.compare import dense, error_of
 from whale.verification.masks import Watch
 from whale.verification.merging import merge_of, merged
@@ -90,9 +91,9 @@ class _Truth:
                         raise
                     reasons.append(str(error).strip().splitlines()[0] if str(error) else "?")
                     continue
+                step += 1
                 if feed.fresh or (index == last and "evaluate" in task.wanted):
                     data |= self._evaluate(step, batch, how)
-                step += 1
                 reference.chosen[index] = choice
                 self._write(index + 1, data)
                 if how.kind == "rows" or not feed.optional:
@@ -232,8 +233,8 @@ class _Truth:
         self.still.model.eval()
         return self.still
 
-    def _evaluate(self, step: int, batch: Any, how: How) -> dict[str, Any]:
-        """The loss and the named outputs in eval mode, with the weights of now.
+    def _evaluate(self, num_steps: int, batch: Any, how: How) -> dict[str, Any]:
+        """The loss and the named outputs in eval mode, with the weights after so many steps.
 
         Of the model that trains, as a script does it: a forward may count its calls.
         """
@@ -241,7 +242,7 @@ class _Truth:
         self.model.eval()
         try:
             with torch.no_grad():
-                parts = self.trained.parts(step, batch, how)
+                parts = self.trained.parts(evaluation_step(num_steps), batch, how)
         except Exception as error:
             self.reference.skipped["evaluate"] = f"one device cannot: {error}".splitlines()[0]
             return {}
