@@ -184,6 +184,11 @@ class Case:
         return self.build().to(self.dtype)
 
 
+def full_batch(seed: int) -> dict[str, Tensor]:
+    """Without padding: different counts are in one ratio everywhere."""
+    return masked_batch(seed, full=True)
+
+
 def _loss_case(loss: Any, speeds: tuple[float, ...], micros: int) -> Case:
     layout = Layout("data", 3, data, micro(micros), speeds=speeds)
     return Case(Model, layout, loss, lambda seed: batch(seed, holes=seed > 0))
@@ -201,6 +206,12 @@ CASES: dict[str, Case] = {
     "split head, two counts": Case(partial(Masked, two_counts), Layout("head", 3, head)),
     "stages": Case(partial(Masked, divided), Layout("stages", 2, stages, micro(3))),
     "stages, told": Case(partial(Masked, told), Layout("stages", 2, stages, micro(2))),
+    "stages, two counts in turn": Case(
+        partial(Masked, two_counts), Layout("stages", 2, stages, micro(3)), None, full_batch
+    ),
+    "two counts in turn": Case(
+        partial(Masked, two_counts), Layout("data", 3, data, micro(2), UNEVEN), None, full_batch
+    ),
     "ids of -1": Case(partial(Sparse, -1), Layout("experts", 3, experts, micro(2))),
     "ids of no expert": Case(partial(Sparse, 4), Layout("experts", 3, experts, speeds=UNEVEN)),
 }

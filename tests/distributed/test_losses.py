@@ -135,14 +135,15 @@ def refusals() -> list[str]:
     def unreduced(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return losses.mean(1)
 
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        (rooted, {}),
-        (learned, {}),
-        (hidden, {}),
-        (two_counts, {"pipeline.num_micro_batch": 2}),
-        (unreduced, {}),
+    padded, two = masked_batch(0), {"pipeline.num_micro_batch": 2}
+    cases: list[tuple[Any, dict[str, Any], Any]] = [
+        (rooted, {}, batch),
+        (learned, {}, batch),
+        (hidden, {}, batch),
+        (two_counts, two, padded),
+        (unreduced, {}, batch),
     ]
-    for mean, config in cases:
+    for mean, config, batch in cases:
         model: nn.Module = wh.annotate(Masked(mean).double(), {"": wh.replicate()})
         try:
             wh.parallelize(model, optimizer=torch.optim.SGD, batch=batch, config=config)

@@ -91,6 +91,7 @@ def check_parts(
                 outputs=outputs,
                 written=None if copied else written,
                 joins=joins_norms(plan),
+                in_turn=plan.num_micro_batch > 1,
                 training=training,
             )
             trial = tried.trial(large=large)
@@ -99,14 +100,6 @@ def check_parts(
         except Exception as found:  # noqa: BLE001 - a user's code in a dtype it was not made for
             error = error or found
             continue
-        if trial.weighing is not None and trial.weighing.joins and plan.num_micro_batch > 1:
-            raise WhaleError(
-                "the loss adds means over different counts, which no single weight of a "
-                f"micro-batch makes exact, and the plan has {plan.num_micro_batch} micro-batches",
-                hint="plan one micro-batch (pipeline.num_micro_batch=1): replicas then tell each "
-                "other their counts; or use one count for all terms: n = mask.sum(), "
-                "wh.weighted_mean(a + b, n)",
-            )
         if trial.weighing is not None and training:
             tried.evaluate(trial.weighing, large=large)
             if size * width * total <= _LARGE:  # code that looks at their number

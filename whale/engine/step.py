@@ -136,7 +136,7 @@ class Step:
         self._presence = Presence(trainable, lowered.params, lowered.device)
         self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
         self._drift = Drift(model, plan, lowered, rank, changes)
-        self._same_sizes = SameSizes()
+        self._same_sizes = SameSizes(waits=weighing is not None and weighing.joins)
         self._read_at = 0
         self.num_steps = 0
         self._heartbeat = start_heartbeat(

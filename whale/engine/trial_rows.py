@@ -37,6 +37,7 @@ from whale.nn.router_losses import computed_by, leaves
 from whale.runtime import batch as batches
 from whale.runtime import generators
 from whale.runtime.outputs import Merge, Part
+from whale.runtime.sums import refuse_other_sizes
 from whale.runtime.weighing import MeanTracker, Trial, Weighed, Weighing
 
 _EXACT = 1e-9
@@ -101,6 +102,7 @@ class Rows:
         outputs: Named outputs to compare, as they are merged.
         written: Parameters that a forward writes to; None: found in the first run.
         joins: Whether batch norms of replicas meet.
+        in_turn: Whether parts run one after another, and do not know each other's counts.
         training: Whether in training mode, with gradients.
     """
 
@@ -117,9 +119,10 @@ class Rows:
         outputs: Mapping[str, Merge] | None = None,
         written: Collection[str] | None = None,
         joins: bool = False,
+        in_turn: bool = False,
         training: bool = True,
     ) -> None:
-        self.dtype, self.joins = dtype, joins
+        self.dtype, self.joins, self.in_turn = dtype, joins, in_turn
         self.norms: list[norm_calls.Calls] = []
         self.training = training
         self.outputs = dict(outputs or {})
@@ -363,10 +366,12 @@ class Rows:
             named.append((first, rows, self.named))
             first += rows
         self._check_gathered(calls)
-        if weighing is not None and weighing.joins:
+        meet = None if self.in_turn else known
+        if weighing is not None and weighing.joins and not self.in_turn:
             for tracker, value, share in ran:
                 tracker.weigh(value, share, weighing, note)
-        found = [tracker.weigh(value, share, weighing, known) for tracker, value, share in ran]
+        found = [tracker.weigh(value, share, weighing, meet) for tracker, value, share in ran]
+        refuse_other_sizes(torch.stack([part.numbers for part in found]).sum(0).tolist())
         return found, named
 
     # ---- running the model -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from whale.errors import WhaleError
 from whale.runtime.executor import Totals
-from whale.runtime.weighing import NUMBERS
+from whale.runtime.weighing import NUMBERS, OTHER_COUNTS
 
 
 class GlobalSums:
@@ -63,16 +63,18 @@ class SameSizes:
 
     A mean of as many elements as its rows happen to have tokens may look like one over rows; with
     another mean beside it, no weight of a part is exact then. On a GPU nothing waits for the
-    numbers: they are read when they have come.
+    numbers: they are read when they have come, but for means over different counts (`waits`), where
+    any batch may be of another sort.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = False) -> None:
+        self._waits = waits
         self._coming: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque(maxlen=64)
 
     def note(self, numbers: torch.Tensor) -> None:
         """The numbers of a step, over all ranks."""
-        if not numbers.is_cuda:
-            _refuse_other_sizes(numbers.tolist())
+        if self._waits or not numbers.is_cuda:
+            refuse_other_sizes(numbers.tolist())
             return
         copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied.copy_(numbers, non_blocking=True)
@@ -80,18 +82,18 @@ class SameSizes:
         event.record()
         self._coming.append((copied, event))
         while self._coming and self._coming[0][1].query():
-            _refuse_other_sizes(self._coming.popleft()[0].tolist())
+            refuse_other_sizes(self._coming.popleft()[0].tolist())
 
 
-def _refuse_other_sizes(numbers: list[float]) -> None:
+def refuse_other_sizes(numbers: list[float]) -> None:
+    """Refuses sums of means whose sizes were not in the same ratio on all parts."""
     parts, mark, squares = numbers[4:]
     spread = parts * squares - mark * mark
     if parts and not spread <= 1e-9 * mark * mark:
         raise WhaleError(
-            "the loss adds means, of which one has another number of elements for its rows on "
-            f"some parts than on others (over {parts:.0f} parts, a mean of "
+            "the loss adds means over different counts, which are in another ratio on some parts "
+            f"than on others (over {parts:.0f} parts, a mean of "
             f"{mark / parts:.6g} and a spread of {max(spread, 0.0) ** 0.5 / parts:.3g} of what "
             "should be one number): no single weight of a part makes their sum exact",
-            hint="select the elements with a mask (x[mask].mean()), or say what is averaged with "
-            "wh.weighted_mean(total, count)",
+            hint=f"select the elements with a mask (x[mask].mean()); {OTHER_COUNTS}",
         )

@@ -42,7 +42,8 @@ class Weighing:
         divisors: By term, whether numbers it is divided by are the same for all parts (`same`) or
             counts of a part's rows (`count`). No term: the loss is weighed by rows.
         means: By term, whether it has a count.
-        joins: Whether its terms have different counts, so that parts must tell each other theirs.
+        joins: Whether its terms have different counts: parts that run side by side tell each other
+            theirs; of parts that run in turn all must have them in the same ratio.
     """
 
     divisors: tuple[str, ...]
@@ -80,14 +81,14 @@ class Weighed:
         floor: The count of all parts is at least the sum of these.
         divides: Whether the loss code itself divides by its count (`Count.divides`).
         sizes: Of several means under one count, how many elements each has for one of the first.
-            They must be the same on all parts.
+            They must be the same on all parts; nan: nothing to compare.
     """
 
     total: Tensor
     count: Tensor
     floor: Tensor
     divides: bool = False
-    sizes: tuple[float, ...] = ()
+    sizes: tuple[Number, ...] = ()
 
     @property
     def numbers(self) -> Tensor:
@@ -97,9 +98,16 @@ class Weighed:
         its square: alike on all parts, these two tell nothing new.
         """
         mark = sum(place * size for place, size in enumerate(self.sizes, 1))
-        plain = (float(self.divides), float(bool(self.sizes)), mark, mark * mark)
         added = (self.total.detach(), self.count, self.floor)
-        more = torch.tensor(plain, dtype=torch.float64).to(self.count.device, non_blocking=True)
+        device = self.count.device
+        if isinstance(mark, Tensor):
+            divides = torch.full((), float(self.divides), device=device)
+            none = mark.isnan()
+            seen = torch.where(none, 0.0, torch.stack([torch.ones_like(mark), mark, mark * mark]))
+            more = torch.cat([divides.double().reshape(1), seen.double()])
+        else:
+            plain = (float(self.divides), float(bool(self.sizes)), mark, mark * mark)
+            more = torch.tensor(plain, dtype=torch.float64).to(device, non_blocking=True)
         return torch.cat([torch.stack([number.double() for number in added]), more])
 
 
@@ -220,14 +228,14 @@ class MeanTracker(RerunMode):
                 divides=any(c.divides for c in counts),
                 sizes=self._sizes(counts, first),
             )
-        if meet is None or weighing is None or not weighing.joins:
+        if weighing is None or not weighing.joins or (meet is None and any(map(_more, counts))):
             raise WhaleError(
                 "the loss adds means over different counts, which no single weight of a part makes "
                 "exact",
-                hint="plan one micro-batch (pipeline.num_micro_batch=1): then parts can tell each "
-                "other their counts; or use one count for all terms: n = mask.sum(), "
-                "wh.weighted_mean(a + b, n)",
+                hint=OTHER_COUNTS,
             )
+        if meet is None:
+            return _in_turn(terms, rest, portion)
         known = _met(counts, meet, loss.device)
         totals = []
         for term in terms:
@@ -343,6 +351,41 @@ def _otherwise(number: int, weighing: Weighing) -> WhaleError:
         "branches on values), or use wh.weighted_mean(total, count); in a pipeline, let a Layer of "
         "an earlier stage return what is averaged, and average it outside",
     )
+
+
+OTHER_COUNTS = (
+    "plan one micro-batch (pipeline.num_micro_batch=1): then parts can tell each other their "
+    "counts; or use one count for all terms: n = mask.sum(), wh.weighted_mean(a + b, n)"
+)
+
+
+def _in_turn(terms: list[Term], rest: Tensor | None, portion: Tensor) -> Weighed:
+    """A part of means over different counts, where no part knows those of the others.
+
+    Weighed by the first count it is exact, as long as all parts have their counts in one ratio (no
+    label left out, say). `sizes` tells whether they do. A sum counts a part's share of the rows.
+    """
+    counts = [t.count or Count(value=portion, origin=("share",)) for t in terms]
+    values = [c.value.detach().double() for c in counts]
+    empty = torch.stack([value == 0 for value in values]).all()
+    ratios = [values[0] / value for value in values]
+    totals = [
+        t.total * torch.where(ratio.isfinite(), ratio, 1.0).to(_wide(t.total).dtype)
+        for t, ratio in zip(terms, ratios, strict=True)
+    ]
+    sizes = [torch.where(empty, torch.nan, r.nan_to_num(torch.inf, torch.inf)) for r in ratios]
+    return Weighed(
+        total=_added(totals, rest, values[0]),
+        count=values[0],
+        floor=min((c.floor for c in counts), key=float) * portion,
+        divides=any(c.divides for c in counts),
+        sizes=tuple(sizes),
+    )
+
+
+def _more(count: Count) -> bool:
+    """Whether a count has something added once for all parts."""
+    return isinstance(count.extra, Tensor) or count.extra != 0.0
 
 
 def _met(counts: list[Count], meet: Meet, device: torch.device) -> list[Tensor]:

@@ -12,6 +12,7 @@ from tests.unit.runtime.random_losses import ROWS, Model, batch, expression
 from whale.engine.trial_rows import Rows
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
+from whale.runtime.sums import refuse_other_sizes
 from whale.runtime.weighing import MeanTracker, Weighed, Weighing
 
 LIMIT = 1e-9
@@ -25,8 +26,10 @@ def gradients(model: Model, value: Tensor) -> list[Tensor]:
     ]
 
 
-def in_parts(model: Model, loss, data, cuts: list[int], weighing: Weighing | None) -> Tensor:
-    """What training makes of the parts between `cuts`."""
+def in_parts(
+    model: Model, loss, data, cuts: list[int], weighing: Weighing | None, in_turn: bool
+) -> Tensor:
+    """What training makes of the parts between `cuts`, side by side or in turn."""
     ran = []
     for low, high in zip(cuts, cuts[1:], strict=False):
         inputs, target = batches.split_target(batches.take_rows(data, low, high))
@@ -44,16 +47,18 @@ def in_parts(model: Model, loss, data, cuts: list[int], weighing: Weighing | Non
     def hear(numbers: Tensor) -> Tensor:
         return torch.stack(told).sum(0)
 
-    if weighing is not None and weighing.joins:
+    if weighing is not None and weighing.joins and not in_turn:
         for tracker, value, share in ran:
             tracker.weigh(value, share, weighing, tell)
-    parts: list[Weighed] = [t.weigh(value, share, weighing, hear) for t, value, share in ran]
+    meet = None if in_turn else hear
+    parts: list[Weighed] = [t.weigh(value, share, weighing, meet) for t, value, share in ran]
+    refuse_other_sizes(torch.stack([part.numbers for part in parts]).sum(0).tolist())
     count = torch.stack([p.count.double() for p in parts]).sum()
     floor = torch.stack([torch.as_tensor(p.floor).double() for p in parts]).sum()
     return torch.stack([p.total.double() for p in parts]).sum() / torch.maximum(count, floor)
 
 
-def outcome(seed: int) -> str:
+def outcome(seed: int, in_turn: bool) -> str:
     """`exact`, `refused` at build, `loud` in training, or what is wrong."""
     loss, text = expression(seed)
     torch.manual_seed(seed)
@@ -63,7 +68,8 @@ def outcome(seed: int) -> str:
     if not bool(loss(model(example[0]), example[1]).isfinite()):
         return "none"
     try:
-        trial = Rows(model, loss, example, torch.float64, copied=True).trial()
+        rows = Rows(model, loss, example, torch.float64, copied=True, in_turn=in_turn)
+        trial = rows.trial()
     except WhaleError:
         return "refused"
     kinds = set()
@@ -72,7 +78,7 @@ def outcome(seed: int) -> str:
         cuts = sorted({0, ROWS, *rng.sample(range(1, ROWS), rng.choice((1, 2, 3)))})
         whole = loss(model(data[0]), data[1])
         try:
-            value = in_parts(model, loss, data, cuts, trial.weighing)
+            value = in_parts(model, loss, data, cuts, trial.weighing, in_turn)
         except (WhaleError, ZeroDivisionError):  # the latter from code like 1 / n.item()
             kinds.add("loud")
             continue
@@ -89,17 +95,19 @@ def outcome(seed: int) -> str:
     return "exact" if kinds == {"exact"} else "loud" if "loud" in kinds else "none"
 
 
-@pytest.mark.parametrize("first", [0, 40, 80])
-def test_random_losses_are_exact_or_refused(first: int) -> None:
-    found = [outcome(seed) for seed in range(first, first + 40)]
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("first", [0, 40])
+def test_random_losses_are_exact_or_refused(first: int, in_turn: bool) -> None:
+    found = [outcome(seed, in_turn) for seed in range(first, first + 40)]
     assert not [text for text in found if text.startswith("WRONG")]
     assert found.count("exact") >= 15
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("first", range(1000, 5000, 500))
-def test_many_random_losses_are_exact_or_refused(first: int) -> None:
-    found = [outcome(seed) for seed in range(first, first + 500)]
+def test_many_random_losses_are_exact_or_refused(first: int, in_turn: bool) -> None:
+    found = [outcome(seed, in_turn) for seed in range(first, first + 500)]
     assert not [text for text in found if text.startswith("WRONG")]
 
 
