@@ -411,7 +411,7 @@ REFUSED = {
     "two large": "the loss of 6 rows",
     "evaluated": "evaluated after step 1",
     "counts": "times = 3",
-    "sizes": "another number of elements",
+    "sizes": "in another ratio on some parts",
     "softplus": "softplus",
     "flat": "hardshrink",
 }
