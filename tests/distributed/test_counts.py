@@ -118,8 +118,10 @@ def test_numbers_that_may_stand_for_nothing_are_refused(loss: Loss) -> None:
     """One rank sees it, in the middle of training, and tells the other."""
     for found in run_ranks(2, on_rank, [loss.__name__], [1], timeout=60.0):
         (said,) = found.values()
-        assert isinstance(said, str) and "stands in for a count of nothing" in said, said
-        assert "hint:" in said
+        assert isinstance(said, str) and "hint:" in said, said
+        # What it is, or, where a look at the rows comes before, that its parts do not add up.
+        ways = ("stands in for a count of nothing", "neither one number nor a count")
+        assert any(way in said for way in ways), said
 
 
 class Own(nn.Linear):

@@ -411,7 +411,7 @@ REFUSED = {
     "two large": "the loss of 6 rows",
     "evaluated": "evaluated after step 1",
     "counts": "times = 3",
-    "sizes": "in another ratio on some parts",
+    "sizes": "in another ratio on some parts|means over different counts",
     "softplus": "softplus",
     "flat": "hardshrink",
 }

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine import counters
 from whale.engine.causality import CausalWatch
 from whale.engine.changes import changed as changed_state
 from whale.engine.changes import spare_loss, state_of
@@ -22,8 +23,15 @@ from whale.engine.draw_recorder import DrawRecorder, Randomness
 from whale.engine.examples import Example, example_of
 from whale.engine.fakes import fake_batch, fake_copy
 from whale.engine.graph import Run, graph_of
-from whale.engine.layers import find_layers, large_layers, layer_tags, open_uncalled
+from whale.engine.layers import (
+    close_around,
+    find_layers,
+    large_layers,
+    layer_tags,
+    open_uncalled,
+)
 from whale.engine.match import split_options
+from whale.engine.opaque import REASON, or_opaque
 from whale.engine.outside import Moved, as_it_was
 from whale.engine.probe import seen_draws
 from whale.engine.program import Program, check_rows, merge, tensors_in, tree_map
@@ -124,7 +132,8 @@ def _run_there(
         offering = split_layers if rows == ROWS[0] else set()
         for path in seen.layers:
             layer = modules[path]
-            own = take_hooks(layer)
+            inner, real = take_hooks(layer), model.get_submodule(path)
+            own = or_opaque(path, layer, inner, real, counter, run, seen)
             if path in split_layers:
                 _watch_inputs(path, layer, run)
             replace_forward(
@@ -135,8 +144,8 @@ def _run_there(
         seeing = (counter, readers, readers.functions(), recompute.watched(tracer))
         with ExitStack() as stack:
             stack.callback(lambda: seen.called.update(run.order))  # also those by `.forward(...)`
-            grad = torch.set_grad_enabled(seen.grad)
-            for sight in (*seeing, unchecked_distributions(), grad, seen.calls(fake)):
+            grad, stuck = torch.set_grad_enabled(seen.grad), seen.stuck_in(fake)
+            for sight in (*seeing, unchecked_distributions(), grad, seen.calls(fake), stuck):
                 stack.enter_context(sight)
             if traced:
                 with (
@@ -180,6 +189,7 @@ def _watched(
     replaced = layer.__dict__.get("forward")
     tensors = own_tensors(layer)
     inside = frozenset(id(module) for module in layer.modules())
+    buffers = frozenset(name for name, _ in layer.named_buffers())
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal tensors
@@ -188,6 +198,8 @@ def _watched(
         if in_transform():
             run.transformed.add(path)
         given = [(held, _items(held)) for held in _containers((args, kwargs))]
+        probed = path in split_layers and path not in run.order
+        before = counters.read(layer, buffers) if probed else {}
         with readers.within(inside):
             out = counter.layer(
                 path, (args, kwargs), lambda: tracer.layer_call(path, own, args, kwargs)
@@ -198,12 +210,18 @@ def _watched(
             run.examples[path] = (args, kwargs)
             if any(_items(held) != items for held, items in given):
                 run.reasons[path] = {path: "it changes a list or dict that it is given"}
-            elif path in split_layers and path not in run.transformed:
+            elif path in run.opaque:
+                run.reasons[path] = {path: REASON}
+            elif probed and path not in run.transformed:
                 inner = layer.__dict__.pop("forward")
                 if replaced is not None:
                     replace_forward(layer, replaced)
                 try:
-                    with _Paused(tracer), tracer.recorder.off(), readers.paused():
+                    # As it was called, where it counts its calls.
+                    as_called = counters.lent(
+                        layer, counters.moved(counters.read(layer, buffers), before)
+                    )
+                    with _Paused(tracer), tracer.recorder.off(), readers.paused(), as_called:
                         why: dict[str, str] = {}
                         run.reasons[path], run.probing = why, True
                         run.options[path] = counter.paused(
@@ -314,9 +332,11 @@ def capture(
                 captured = _capture(model, batch, loss, training, found, seen)
             except CaptureError as error:
                 refused = error
-            opened = open_uncalled(found, seen.called) if layers is None else None
-            if opened is not None:
-                found = opened
+            other = open_uncalled(found, seen.called) if layers is None else None
+            if other is None and layers is None and (refused or captured.refusal):
+                other = close_around(model, found, seen.stuck)
+            if other is not None:
+                found = other
             elif refused is not None:
                 raise refused
             else:

@@ -72,6 +72,8 @@ class Run:
     """What its code changed outside of modules."""
     transformed: set[str] = field(default_factory=set)
     """Layers that are called inside torch.func, which knows nothing of other ranks."""
+    opaque: set[str] = field(default_factory=set)
+    """Layers that have no run on fakes: known is what they give."""
     traces: dict[str, str] = field(default_factory=dict)
     """By Layer, a fingerprint of its code."""
 

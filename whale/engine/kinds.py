@@ -4,11 +4,14 @@ Place in the flow: asked by Step before it runs a batch. Capture and the trials 
 runs on one batch. Another Python value, a key more or less, another length, an attribute that the
 script set or a part put into eval mode may lead to other code: rows that interact, weights that are
 read, other operations inside a split. So the first batch of every kind is captured and tried too
-(`engine.look`), on the user's model.
+(`engine.look`), on the user's model. What turns on other code without any of these, a counter in
+the model or a value of the batch, shows in the calls that a forward makes (`engine.footprints`):
+then the batch is looked at before anything is updated, as the model was before that forward.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,22 +20,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.engine import counters
+from whale.engine.boxes import Box, Values
 from whale.engine.capture import capture
-from whale.engine.changes import attributes, exact_buffers
+from whale.engine.changes import exact_buffers
+from whale.engine.counters import Place
 from whale.engine.face import bare
+from whale.engine.footprints import Footprints
 from whale.engine.held import MOST_COPIED
 from whale.engine.look import look
 from whale.engine.novelty import Novelty
-from whale.engine.outside import as_it_was
+from whale.engine.outside import Watch, as_it_was
 from whale.engine.rarely import rarely
 from whale.engine.variants import Flags, flags_in_training, flags_of, modes_of
 from whale.errors import WhaleError
 from whale.ir.model_graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
+from whale.runtime import generators
 from whale.runtime.batch import LocalBatch
+from whale.runtime.compat import compiled_parts
 from whale.runtime.outputs import Merge
-from whale.runtime.signature import Signature
+from whale.runtime.signature import Context, Signature
 
 Judge = Callable[[ModelGraph, frozenset[str]], None]
 """Raises where the modules that were called no longer offer what the plan splits."""
@@ -43,6 +52,8 @@ _SIZES = 16
 """Kinds that differ in sizes alone, of which each is looked at; then the 32nd, 64th, ..."""
 _AGAIN = (8, 64)
 """Batches of a known kind that are looked at too, where nothing else tries the rows of a step."""
+_WATCHED = 4
+"""Batches whose calls are noted where nothing counts; then every 16th."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,14 @@ class _Kind:
         return leaves, own.constants, own.training, self.settings, self.flags
 
 
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What counts before a forward: in the modules that train, and outside of modules."""
+
+    numbers: Mapping[Place, Any]
+    outside: tuple[tuple[Box, Values], ...]
+
+
 class Kinds:
     """The kinds of batches that one Step has met.
 
@@ -79,6 +98,7 @@ class Kinds:
         check_parts: Whether parts are tried against the whole.
         rechecked: Whether the rows of steps are tried anyway, as they train (`engine.recheck`).
         example: The batch that was tried at build.
+        watch: What the script and the code change outside of modules.
     """
 
     def __init__(
@@ -93,6 +113,7 @@ class Kinds:
         check_parts: bool,
         rechecked: bool,
         example: Any,
+        watch: Watch,
     ) -> None:
         self.outputs = outputs
         self.model, self.running, self.loss, self.plan = model, running, loss, plan
@@ -110,7 +131,16 @@ class Kinds:
         self._values: set[Hashable] = set()
         self._sizes = self._uses = 0
         self._joined = exact_buffers(model)
-        self._start = _numbers(running, self._joined)
+        self._start = counters.read(running, self._joined)
+        self._counting: set[str] = set()
+        """Paths of modules whose forwards count something."""
+        self._watch = watch
+        self._footprints = None if compiled_parts(running) else Footprints()
+        self._news: list[tuple[_Moment, str]] = []
+        """Of the forwards of one batch."""
+        self._learnt = 0
+        self._known: set[tuple[bool, int]] = set()
+        """Modes and stages whose code was seen to be what was looked at."""
 
     def built(self, signature: Signature, settings: Hashable) -> None:
         """The kind that the Step was built with, to train on and to evaluate."""
@@ -135,9 +165,11 @@ class Kinds:
         new = self._is_new(_Kind(signature, settings, flags_of(self.running)))
         if not new and not late:
             return
+        self._known = {(t, stage) for t, stage in self._known if t != signature.training}
         try:
             # What evaluation of a known kind does to splits was looked at when it was built.
-            self._look(batch, signature, judges=new or signature.training)
+            moved = counters.moved(self._start, counters.read(self.running, self._joined))
+            self._look(batch, signature, moved, judges=new or signature.training)
         except WhaleError as error:
             hints = ["give wh.parallelize such a batch, to see it at build"] if new else []
             raise WhaleError(
@@ -150,8 +182,7 @@ class Kinds:
             lines = signature.lines()
             said = "; ".join(text for text in (lines["tensors"], lines["values"]) if text)[:300]
             return f"on a batch of another kind than the first ({said})"
-        moved = ", ".join(f"{name} = {value!r}" for _, name, value in self._moved()[:3])
-        said = f" ({moved})" if moved else ""
+        said = _said(counters.moved(self._start, counters.read(self.running, self._joined)))
         return f"on the rows of batch {self._uses}, with the weights from before training{said}"
 
     def _is_new(self, kind: _Kind) -> bool:
@@ -164,40 +195,94 @@ class Kinds:
         self._values.add(kind.values)
         return True
 
-    def _moved(self) -> list[tuple[nn.Module, str, Any]]:
-        """Numbers and words that forwards have changed in the running copy: code may look at them.
+    def _moved(self) -> bool:
+        """Whether forwards have changed numbers or words in the running copy."""
+        return bool(counters.moved(self._start, counters.read(self.running, self._joined)))
 
-        Buffers of one element are numbers too.
+    # ---- the calls of a forward ------------------------------------------------------------------
 
-        As (the user's module, attribute, value in the copy).
+    def around(self, inner: Context, training: bool, stage: Callable[[], int]) -> Context:
+        """`inner`, and whether the forward inside makes a call never made before.
+
+        `stage`: of the forward that begins.
         """
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        now = _numbers(self.running, self._joined)
-        return [
-            (modules[path], name, value)
-            for (path, name), value in now.items()
-            # A split sets some when it is installed; those are no news.
-            if (path, name) in self._start and self._start[path, name] != value
-        ]
+        self._news.clear()
+        prints = self._footprints
+        counts = bool(self._counting or self._watch.moving)
+        often = counts or self._uses <= _WATCHED or self._uses % 16 == 0
+        if prints is None or not self.needed or not often:
+            return inner
 
-    @contextmanager
-    def _as_running(self) -> Iterator[None]:
-        """The user's model with these numbers and words."""
-        before = []
-        for module, name, value in self._moved():
-            held: dict[str, Any] = module.__dict__
-            buffer = module._buffers.get(name)
-            if buffer is not None:
-                held, value = module._buffers, torch.full_like(buffer, value)
-            before.append((held, name, held[name]))
-            held[name] = value
+        @contextmanager
+        def noted() -> Iterator[None]:
+            before = self._moment()
+            prints.start()
+            with inner(), prints:
+                yield
+            key = training, stage()
+            known = key in self._known
+            if not known:
+                self._learn(before.numbers, key)
+            elif prints.news is not None and (self._counting or self._learnt != self._uses):
+                self._news.append((before, prints.news))
+
+        return noted
+
+    def _moment(self) -> _Moment:
+        """What counts now; all of it where it is not known yet who does."""
+        paths = self._counting if self._known else None
+        return _Moment(
+            numbers=counters.read(self.running, self._joined, paths),
+            outside=tuple((box, box.read()) for box in self._watch.moving),
+        )
+
+    def _learn(self, before: Mapping[Place, Any], key: tuple[bool, int]) -> None:
+        """The first forward after a look shows who counts.
+
+        Where nobody does, the rest of its batch runs the same code on other rows.
+        """
+        paths = None if not self._known else self._counting
+        now = counters.read(self.running, self._joined, paths)
+        moving = counters.moved(before, now)
+        self._counting.update(place[0] for place in moving)
+        self._known.add(key)
+        self._learnt = self._uses
+
+    def after(self, batch: LocalBatch, signature: Signature) -> None:
+        """After the run of a batch: looks at it where its forwards made calls never made before."""
+        for before, news in self._news:
+            self._look_at_code(batch, signature, before, news)
+        self._news.clear()
+
+    def _look_at_code(
+        self, batch: LocalBatch, signature: Signature, before: _Moment, news: str
+    ) -> None:
+        now = counters.read(self.running, self._joined)
+        moved = counters.moved(self._start, {**now, **before.numbers})
+        after = [(box, box.read()) for box, _ in before.outside]
         try:
-            yield
+            for box, values in before.outside:
+                box.write(values)
+            with generators.kept():
+                self._look(batch, signature, moved, judges=True)
+        except WhaleError as error:
+            raise WhaleError(
+                f"in batch {self._uses}, which makes {news} that no batch before made, with the "
+                f"weights from before training{_said(moved)}, {error.message}",
+                hint=error.hint,
+            ) from error
         finally:
-            for held, name, value in before:
-                held[name] = value
+            for box, values in after:
+                box.write(values)
 
-    def _look(self, batch: LocalBatch, signature: Signature, *, judges: bool) -> None:
+    def _look(
+        self,
+        batch: LocalBatch,
+        signature: Signature,
+        moved: Mapping[Place, Any],
+        *,
+        judges: bool,
+    ) -> None:
         grad = torch.is_grad_enabled()
         held = sum(high - low for low, high in batch.rows)
         whole = replace(batch, total_rows=held, rows=((0, held),))
@@ -207,7 +292,7 @@ class Kinds:
                 bare(self.model),
                 as_it_was(self.model, self.loss),
                 modes_of(self.model, self.running),
-                self._as_running(),
+                counters.lent(self.model, moved),
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):
@@ -234,16 +319,11 @@ class Kinds:
             )
 
 
-def _numbers(model: nn.Module, apart: frozenset[str]) -> dict[tuple[str, str], Any]:
-    """Numbers and words that modules hold, by path and attribute; without the buffers `apart`."""
-    found: dict[tuple[str, str], Any] = {}
-    for path, module in model.named_modules():
-        for name, value in attributes(module).items():
-            if isinstance(value, bool | int | float | str):
-                found[path, name] = value
-        for name, buffer in module._buffers.items():
-            full = f"{path}.{name}" if path else name
-            number = buffer is not None and buffer.numel() == 1 and not buffer.is_meta
-            if buffer is not None and number and full not in apart:
-                found[path, name] = buffer.item()
-    return found
+def _said(moved: Mapping[Place, Any]) -> str:
+    """The first of what counts, for a message."""
+    few = ((place, value) for place, value in moved.items() if place[-1] is not len)
+    text = ", ".join(
+        f"{counters.name_of(place)} = {getattr(value, 'items', value)!r}"[:80]
+        for place, value in itertools.islice(few, 3)
+    )
+    return f" ({text})" if text else ""

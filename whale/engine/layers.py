@@ -78,6 +78,36 @@ def open_uncalled(
     return found
 
 
+def close_around(
+    model: nn.Module, layers: dict[str, nn.Module], stuck: Collection[str]
+) -> dict[str, nn.Module] | None:
+    """The Layers with the innermost of these modules as one of them; None where none can be.
+
+    Code between Layers must run without values. Code that needs some is put inside a Layer, where
+    it runs as it stands, if that is not the whole model and all of it has one tag.
+    """
+    modules = dict(model.named_modules())
+    tags = layer_tags(model, layers)
+    if not any(part.kind in ("split", "stage") for tag in tags.values() for part in tag):
+        return None  # data parallelism needs no trace
+    for path in stuck:
+        inside = [name for name in layers if name.startswith(f"{path}.")]
+        if not path or any(path == name or path.startswith(f"{name}.") for name in layers):
+            return None  # a Layer that cannot be run at all
+        if not inside:
+            continue
+        if _mixed(modules[path]) or len({tags[name] for name in inside}) > 1:
+            return None
+        found: dict[str, nn.Module] = {}
+        for name, layer in layers.items():
+            if name in inside:
+                found[path] = modules[path]
+            else:
+                found[name] = layer
+        return found
+    return None
+
+
 def _mixed(module: nn.Module) -> bool:
     tags = {tag_of(part) for part in module.modules()}
     return len(tags) > 1

@@ -49,6 +49,11 @@ class LossParts:
         """Whether replicas tell each other their counts in it."""
         return self.weighing is not None and self.weighing.joins and self.group is not None
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether parts are computed one after another, so that none knows the others' counts."""
+        return not self.whole and self.group is None
+
     @contextmanager
     def around(self, model: nn.Module) -> Iterator[None]:
         """Inside, the model runs."""

@@ -35,7 +35,7 @@ from whale.ir.sharding import DimSharding
 from whale.nn.attention import supported
 from whale.nn.forwards import has_hooks, has_own_call, replace_forward, runs
 from whale.nn.moe.layer import MoE
-from whale.nn.sharded import features, holds, is_conv, is_linear, linear_dims
+from whale.nn.sharded import features, holds, is_conv, is_linear, is_tied, linear_dims
 from whale.runtime import recompute
 
 Names = dict[int, str]
@@ -103,7 +103,10 @@ def split_options(
         ]
     found: list[SplitOption] = []
     for option in options:
-        found.append(option)
+        # Another module adds the same bias, whole.
+        shared = option.rule == "column" and is_tied(modules[option.path], modules, "bias")
+        if not shared:
+            found.append(option)
         if option.rule == "column" and _may_cut_rows(option, layer, inside):
             found.append(_by_rows(option, modules[option.path], names))
     return tuple(found)
@@ -358,7 +361,7 @@ def _pair_options(
             or any(called[m] != 1 for m in (row, *columns))
             or any(features(modules[c])[0] != width for c in columns)
             or columns & rows.keys()
-            or any(_is_tied(modules[m], modules) for m in (row, *columns))
+            or any(is_tied(modules[m], modules) for m in (row, *columns))
         ):
             continue
         params: list[tuple[str, DimSharding]] = []
@@ -384,11 +387,6 @@ def _entered(program: Program, columns: frozenset[str]) -> int:
     """Distinct inputs of the column modules that carry a gradient."""
     read = {value for op in program.ops if op.layer in columns for value in op.inputs}
     return sum(1 for value in read if program.specs[value].grad)
-
-
-def _is_tied(module: nn.Module, modules: dict[str, nn.Module]) -> bool:
-    weight = module._parameters["weight"]
-    return sum(1 for m in modules.values() if m._parameters.get("weight") is weight) > 1
 
 
 def _multihead_options(modules: dict[str, nn.Module], names: Names) -> Iterable[SplitOption]:

@@ -321,6 +321,8 @@ class Watch:
         self._model, self._loss = model, loss
         self._tally = Tally()
         self._calls = self._searches = 0
+        self.moving: list[Box] = []
+        """Those that have changed while training."""
         self._search()
 
     def _search(self) -> None:
@@ -341,6 +343,8 @@ class Watch:
         for each in moved:
             box, before, now = each.box, each.values, each.box.read()
             each.values = now
+            if not any(box.thing is known.thing for known in self.moving):
+                self.moving.append(box)
             for key, (_, new) in changes(box, before, now).items():
                 self._tally.note(inside_of(box.name, key, box.thing), new)
                 more |= not isinstance(new, PLAIN) and new is not GONE

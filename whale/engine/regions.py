@@ -39,7 +39,8 @@ class Regions:
         self, inputs: list[torch.Tensor], options: dict[str, Any], where: str
     ) -> Iterator[None]:
         """The function of a checkpoint runs inside; one in another belongs to the outer."""
-        if options["use_reentrant"] and not any(t.requires_grad for t in inputs):
+        nothing = torch.is_grad_enabled() and not any(t.requires_grad for t in inputs)
+        if options["use_reentrant"] and nothing:
             raise CaptureError(
                 "a checkpoint between stages has use_reentrant=True and no input that requires a "
                 "gradient: torch gives no gradient to what is inside",

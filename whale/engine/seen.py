@@ -5,6 +5,7 @@ Place in the flow: shared by the runs of one `engine.capture`.
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from whale.runtime.compat import about_fakes
 
 
 @dataclass(slots=True)
@@ -23,11 +26,29 @@ class Seen:
         layers: Paths of the Layers.
         grad: Whether gradients are on around the model's code.
         called: Paths of all modules that were called.
+        stuck: Paths of the modules that were running where values were needed, the inner one first.
     """
 
     layers: Collection[str]
     grad: bool = True
     called: set[str] = field(default_factory=set)
+    stuck: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def stuck_in(self, model: nn.Module) -> Iterator[None]:
+        """Inside, an error that says that values are needed is told where it was."""
+        paths = {id(module): path for path, module in model.named_modules()}
+        try:
+            yield
+        except Exception as error:
+            if about_fakes(error):
+                owners = [
+                    frame.f_locals.get("self")
+                    for frame, _ in traceback.walk_tb(error.__traceback__)
+                ]
+                found = [paths[id(x)] for x in reversed(owners) if id(x) in paths]
+                self.stuck = list(dict.fromkeys(found))
+            raise
 
     @contextmanager
     def calls(self, model: nn.Module) -> Iterator[None]:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from statistics import median
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from whale.engine.sharers import held_tensors
 from whale.engine.standing import load_into, runnable, write_back
 from whale.engine.variants import Variants
 from whale.errors import WhaleError
-from whale.ir.measured import Measured, MeasuredDevice
+from whale.ir.measured import Measured
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.nn.moe.layer import MoE
@@ -113,6 +112,7 @@ class Step:
             changes.names,
             batch,
         )
+        self._watch = Watch(model, loss)
         self._kinds = Kinds(
             model,
             lowered.model,
@@ -123,8 +123,8 @@ class Step:
             check_parts=config.check_parts,
             rechecked=self._recheck is not None,
             example=batch,
+            watch=self._watch,
         )
-        self._watch = Watch(model, loss)
         self._kinds.built(self._intake.signature(batch), _SETTINGS)
         apart = frozenset(norms_of_own_rows(plan, model))
         held = held_tensors(plan, lowered.model, apart)
@@ -136,7 +136,9 @@ class Step:
         self._presence = Presence(trainable, lowered.params, lowered.device)
         self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
         self._drift = Drift(model, plan, lowered, rank, changes)
-        self._same_sizes = SameSizes(waits=weighing is not None and weighing.joins)
+        self._same_sizes = SameSizes(
+            waits=any(p.in_turn and p.weighing.joins for p in lowered.parts.values() if p.weighing)
+        )
         self._read_at = 0
         self.num_steps = 0
         self._heartbeat = start_heartbeat(
@@ -194,9 +196,11 @@ class Step:
 
     def _run(self, taken: Taken, actions: Sequence[Action], *args: Any) -> Totals:
         """The actions on a batch."""
-        executor = self._lowered.executor
-        around = autocast(self._lowered.device, taken.signature.autocast)
-        executor.around = around if self._branches is None else self._branches.around(around)
+        lowered, executor = self._lowered, self._lowered.executor
+        around = autocast(lowered.device, taken.signature.autocast)
+        around = around if self._branches is None else self._branches.around(around)
+        stage = lambda: lowered.context.stage  # noqa: E731
+        executor.around = self._kinds.around(around, taken.signature.training, stage)
         return executor.run(taken.batch, actions, *args)
 
     def _compare_branches(self, taken: Taken) -> None:
@@ -257,6 +261,7 @@ class Step:
         self._prepare(taken)
         with self._outsiders.watching(lowered.executor):
             totals = self._run(taken, self._actions, lowered.grads, sums.start)
+        self._kinds.after(taken.batch, taken.signature)
         lowered.grads.wait()
         numbers = sums.wait()
         self._same_sizes.note(numbers)
@@ -315,6 +320,7 @@ class Step:
                     self._recheck.before_evaluation(self.num_steps, taken.batch)
                 self._prepare(taken)
                 totals = self._run(taken, self._forward_actions, None)
+                self._kinds.after(taken.batch, taken.signature)
             self._compare_branches(taken)
         finally:
             if flags[lowered.model]:
@@ -420,23 +426,7 @@ class Step:
             if self.plan.num_ranks > 1:
                 everyone = [None] * self.plan.num_ranks
                 dist.all_gather_object(everyone, mine)
-        count = min(len(times) for times, _, _ in everyone)
-        if not count:
-            return None
-        # A step is over when its slowest rank is.
-        slowest = sorted(max(t[i] for t, _, _ in everyone) for i in range(count))
-        return Measured(
-            num_steps=count,
-            step_seconds=median(slowest),
-            low_seconds=slowest[count // 10],
-            high_seconds=slowest[count - 1 - count // 10],
-            devices=tuple(
-                MeasuredDevice(
-                    rank=rank, peak_bytes=peak, compute_s=median(computes) if computes else None
-                )
-                for rank, (_, peak, computes) in enumerate(everyone)
-            ),
-        )
+        return Measured.of(everyone)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

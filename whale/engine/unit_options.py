@@ -27,7 +27,7 @@ from whale.engine.unit_ops import name_of
 from whale.engine.units import ELEMENTWISE, UnitFollower
 from whale.ir.model_graph import SplitOption
 from whale.ir.sharding import DimSharding
-from whale.nn.sharded import features, is_linear, linear_dims
+from whale.nn.sharded import features, is_linear, is_tied, linear_dims
 
 Names = dict[int, str]
 Sections = dict[str, tuple[int, ...]]
@@ -87,7 +87,7 @@ def _candidates(inside: Inside) -> Iterator[tuple[set[str], set[str], bool]]:
         linears = rows | columns
         if not columns or rows & columns or any(called[m] != 1 for m in linears):
             continue
-        if any(_is_tied(modules[m], modules) for m in linears):
+        if any(is_tied(modules[m], modules) for m in linears):
             continue
         yield rows, columns, products
 
@@ -162,11 +162,6 @@ def _around(inside: Inside, linears: set[str]) -> str | None:
         if len(calls) == 1 and call.first <= min(places) and max(places) < call.last
     ]
     return min(found)[1] if found else None
-
-
-def _is_tied(module: nn.Module, modules: dict[str, nn.Module]) -> bool:
-    weight = module._parameters["weight"]
-    return sum(1 for m in modules.values() if m._parameters.get("weight") is weight) > 1
 
 
 # ---- heads ---------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ is counted to the Layer before it, which is also the one whose stage runs it.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +115,22 @@ class WorkCounter(TorchDispatchMode):
             return call()
         finally:
             self._off -= 1
+
+    def instead(self, call: Callable[[], Any], other: Callable[[Exception], Any]) -> Any:
+        """Runs `call` or, where it fails, `other`: what the first had counted is forgotten."""
+        before = copy.deepcopy(self._counts())
+        try:
+            return call()
+        except Exception as error:
+            if self._at is not None:
+                self.layers[self._at] = before
+            return other(error)
+
+    def lies_there(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are in memory anyway."""
+        for tensor in tensors:
+            self._seen.add(_storage(tensor))
+            self._alive.append(tensor)
 
     def dropout(self, x: torch.Tensor) -> None:
         """A dropout, whose module is replaced during capture."""

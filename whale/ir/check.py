@@ -8,11 +8,11 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from whale.errors import PlanError
 from whale.ir.homes import sync_groups
-from whale.ir.model_graph import ModelGraph
+from whale.ir.model_graph import ModelGraph, SplitOption
 from whale.ir.plan import Plan, SplitLayer, TaskGraphPlan
 
 
@@ -60,18 +60,18 @@ def check_offers(plan: Plan, graph: ModelGraph, called: Collection[str] | None =
 
     With `called`, only those of modules that were called: code of another batch may need fewer.
     """
-    offered = {
-        (o.rule, o.path): (o.joined, dict(o.params), o.marks)
-        for layer in graph.layers
-        for option in layer.splits
-        for o in (option, *option.instead)
-    }
+    options = [
+        o for layer in graph.layers for option in layer.splits for o in (option, *option.instead)
+    ]
+    offered = {(o.rule, o.path): (o.joined, dict(o.params), o.marks) for o in options}
     for taskgraph in plan.taskgraphs:
         for split in taskgraph.splits:
             if not split.is_in(called):
                 continue
             found = offered.get((split.rule, split.path))
             if found == (split.joined, dict(split.params), split.marks):
+                continue
+            if called is not None and wider(split, options) is not None:
                 continue
             why = [line for layer in graph.layers for line in layer.whole if split.path in line]
             raise PlanError(
@@ -81,6 +81,17 @@ def check_offers(plan: Plan, graph: ModelGraph, called: Collection[str] | None =
                 hint="make a plan for this model as it is now (wh.plan), or leave it out "
                 "of `split`",
             )
+
+
+def wider(split: SplitLayer, options: Iterable[SplitOption]) -> SplitOption | None:
+    """An option that splits more, where the code allows it: this one is exact there too.
+
+    A Linear that is split alone takes and gives whole tensors, so it runs wherever code does
+    nothing with it but call it.
+    """
+    if split.rule not in ("column", "row") or split.joined != "gather" or split.marks:
+        return None
+    return next((o for o in options if not o.marks and split.path in o.modules), None)
 
 
 def _require(condition: bool, message: str, hint: str) -> None:

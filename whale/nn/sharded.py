@@ -7,7 +7,7 @@ user's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,6 +47,13 @@ def holds(module: nn.Module, *names: str) -> bool:
 def linear_dims(module: nn.Module) -> tuple[int, int]:
     """(out dim, in dim) of the weight."""
     return (1, 0) if is_conv1d(module) else (0, 1)
+
+
+def is_tied(module: nn.Module, modules: Mapping[str, nn.Module], name: str | None = None) -> bool:
+    """Whether another of these modules has one of its own parameters, or the one of this name."""
+    own = {id(p) for n, p in module._parameters.items() if p is not None and name in (None, n)}
+    others = (m for m in modules.values() if m is not module)
+    return any(id(p) in own for m in others for p in m._parameters.values() if p is not None)
 
 
 def features(module: nn.Module) -> tuple[int, int]:

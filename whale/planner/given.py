@@ -9,7 +9,7 @@ held against what the planner itself would write there.
 from __future__ import annotations
 
 from whale.errors import PlanError, WhaleError
-from whale.ir.check import check_offers, check_plan
+from whale.ir.check import check_offers, check_plan, wider
 from whale.ir.deadlock import check_schedule
 from whale.ir.model_graph import ModelGraph, SplitOption, assign_stages
 from whale.ir.plan import TRAVELLING, Plan, SplitLayer, TaskGraphPlan
@@ -84,7 +84,7 @@ def check_kind(plan: Plan, graph: ModelGraph, called: frozenset[str]) -> None:
     check_offers(plan, graph, called)
     stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
     chosen = {
-        t.index: [_option(t, s, graph) for s in t.splits if s.is_in(called)]
+        t.index: [_option(t, s, graph, alone=True) for s in t.splits if s.is_in(called)]
         for t in plan.taskgraphs
     }
     _check_readers(plan, graph, chosen, [stage_of_path[layer.path] for layer in graph.layers])
@@ -146,10 +146,16 @@ def _options(plan: Plan, taskgraph: TaskGraphPlan, graph: ModelGraph) -> list[Sp
     return chosen
 
 
-def _option(taskgraph: TaskGraphPlan, split: SplitLayer, graph: ModelGraph) -> SplitOption:
+def _option(
+    taskgraph: TaskGraphPlan, split: SplitLayer, graph: ModelGraph, *, alone: bool = False
+) -> SplitOption:
+    """What a split is in this graph; if it may be `alone`, as part of what is offered there."""
     listed = [o for x in graph.layers if x.path in taskgraph.layers for o in x.splits]
     offered = [o for option in listed for o in (option, *option.instead)]
     found = [o for o in offered if (o.rule, o.path) == (split.rule, split.path)]
+    more = wider(split, offered) if alone and not found else None
+    if more is not None:
+        return more
     if not found:
         raise PlanError(
             f"TaskGraph {taskgraph.name} splits {split.path} by the rule {split.rule!r}, which "

@@ -350,9 +350,15 @@ def test_models_that_are_one_layer_are_half_or_leave(run: Run) -> None:
         "    def forward(self, x):\n"
         "        y = super().forward(x)\n"
         "        return y if y.sum() > 0 else -y\n"
+        "class Drawn(Odd):\n"
+        "    def forward(self, x):\n"
+        "        return nn.functional.dropout(super().forward(x), 0.5)\n"
         "def odd():\n"
         "    model, batch, loss = one()\n"
         "    return nn.Sequential(Odd(400, 300)), batch, loss\n"
+        "def drawn():\n"
+        "    model, batch, loss = one()\n"
+        "    return nn.Sequential(Drawn(400, 300)), batch, loss\n"
     )
     status, out, _ = run("plan", "net.py:one", "--cluster", "1x1xV100-32GB", "--json", "-")
     plan = json.loads(out)
@@ -367,7 +373,14 @@ def test_models_that_are_one_layer_are_half_or_leave(run: Run) -> None:
     status, _, err = run("plan", "net.py:leaves", "--cluster", "1x1xCPU")
     assert status == 2
     assert "net.py:leaves failed: SystemExit: 7" in err
-    status, out, err = run("plan", "net.py:odd", "--cluster", "1x1xCPU")
+    # Code that needs values is counted on random rows, once; code that draws beside is not.
+    bounds = []
+    for model in ("one", "odd"):
+        status, out, _ = run("plan", f"net.py:{model}", "--cluster", "1x1xCPU", "--json", "-")
+        assert status == 0
+        bounds.append(json.loads(out)["lower_bound_seconds"])
+    assert bounds[1] == pytest.approx(bounds[0], rel=0.25)
+    status, out, err = run("plan", "net.py:drawn", "--cluster", "1x1xCPU")
     assert status == 0
     assert "nothing was counted, so times lack all compute" in out
     assert "Traceback" not in err
