@@ -46,6 +46,7 @@ PRELOAD = [
         f"transformers.models.{name}.modeling_{name}"
         for name in ("bert", "gpt2", "mixtral", "qwen2_moe")
     ),
+    "tests.frozen",
 ]
 
 START_S = 120.0

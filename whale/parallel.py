@@ -47,6 +47,7 @@ from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
 from whale.runtime.agreement import check_same_program, check_same_weights
 from whale.runtime.compat import compiled_parts, drop_cached_fakes, uncompiled_function
+from whale.runtime.heartbeat import says_who_is_lost
 from whale.runtime.optimizer import state_tensors
 from whale.runtime.outputs import Merge
 from whale.runtime.preflight import check_versions
@@ -99,6 +100,7 @@ def _local_device(config: Config | None = None) -> torch.device:
     return torch.device("cuda", visible[int(os.environ.get("LOCAL_RANK", "0")) % len(visible)])
 
 
+@says_who_is_lost
 @plainly
 @leaves_no_trace
 def parallelize(

@@ -88,3 +88,26 @@ def test_rank_is_named(how: str, said: str, staged: bool) -> None:
 
 def _survive(how: str, staged: bool) -> None:
     raise AssertionError(_train(how, staged))
+
+
+def _build_again() -> str:
+    """A build on connections that a step closed when it failed on one rank."""
+    wh.init({"timeout_seconds": 5.0, "check_parts": False})
+    torch.manual_seed(0)
+    batch = (torch.randn(4, 4), torch.randn(4, 4))
+    build = partial(wh.parallelize, optimizer=SGD, batch=batch, loss=nn.functional.mse_loss)
+    step = build(wh.replicate()(Breaks("raises")))
+    Breaks.training_began = True
+    with pytest.raises((wh.RankError, ValueError)):
+        for _ in range(4):
+            step(batch)
+    torch.manual_seed(0)
+    with pytest.raises(wh.RankError) as lost:
+        build(wh.replicate()(nn.Linear(4, 4)))
+    return str(lost.value)
+
+
+def test_a_build_after_a_failed_step_says_so() -> None:
+    for said in run_ranks(2, _build_again, timeout=60.0):
+        assert "lost the others while they build" in said
+        assert "hint: the rank that failed says why" in said

@@ -218,7 +218,8 @@ class Step:
         made = make_optimizer(factory, named, every, self._lowered.device)
         split = {home.name for home in self.plan.homes if home.splits}
         check_elementwise(made, sorted(split), self._config.optimizer.elementwise)
-        if split or len(self.plan.stages) > 1:
+        self._in_pieces = bool(split) or len(self.plan.stages) > 1
+        if self._in_pieces:
             check_no_hooks(made)
         if len(self.plan.stages) > 1:
             of_stage = [
@@ -280,6 +281,8 @@ class Step:
             factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         lowered.grads.scale(factor)
         lowered.grads.leave_out(self._presence.absent(lowered.grads.touched, shared[1:]))
+        if self._in_pieces:
+            check_no_hooks(self.optimizer)
         self.optimizer.step()
         clock.end_step()
         self.num_steps += 1

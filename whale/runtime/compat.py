@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -66,12 +67,17 @@ def about_fakes(error: BaseException) -> bool:
     return type(error).__module__.startswith("torch._subclasses")
 
 
+_CACHES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Every functools.lru_cache that was found so far: `gc.freeze` hides what was there before it."""
+
+
 def drop_cached_fakes() -> None:
     """After a trace: what keeps results (functools.lru_cache) must not keep its tensors."""
-    for found in gc.get_objects():
-        kept = type(found) is functools._lru_cache_wrapper and found.cache_info().currsize
-        if kept and _refers_to_fake(found, 5):
-            found.cache_clear()
+    kind = functools._lru_cache_wrapper
+    _CACHES.update([found for found in gc.get_objects() if type(found) is kind])
+    for cache in _CACHES:
+        if cache.cache_info().currsize and _refers_to_fake(cache, 5):
+            cache.cache_clear()
 
 
 def _refers_to_fake(value: Any, depth: int) -> bool:

@@ -10,19 +10,21 @@ itself ends a rank whose peer is gone.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from whale.errors import RankError
+from whale.errors import RankError, WhaleError
 from whale.runtime.compat import set_world_timeout
 
 _PERIOD = 1.0
@@ -244,6 +246,32 @@ def is_communication_error(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+
+
+Build = TypeVar("Build", bound=Callable[..., Any])
+
+
+def says_who_is_lost(build: Build) -> Build:
+    """A function that all ranks call together before they have heartbeats.
+
+    What breaks their connections there is no fault of the model, and may be older than the call.
+    """
+
+    @functools.wraps(build)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return build(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, WhaleError) or not is_communication_error(error):
+                raise
+            raise RankError(
+                f"rank {dist.get_rank() if dist.is_initialized() else 0} lost the others while "
+                f"they build a step: {error}",
+                hint="the rank that failed says why in its own output; if a step failed before on "
+                "some of the ranks, their connections are closed since then: start the job again",
+            ) from error
+
+    return cast(Build, called)
 
 
 _serial = itertools.count()

@@ -10,10 +10,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from whale.errors import WhaleError
 from whale.runtime import generators
@@ -39,14 +41,17 @@ def make_optimizer(
     It is called with all of `model`, in its order, so that every rank has the groups that one
     device has. Parameters that are not among `named`, or of which only a shard is, have a stand-in
     of the whole shape there, which is taken out or exchanged again. Optimizers and factories
-    written for parameters without names fail on pairs.
+    written for parameters without names fail on pairs. What the factory makes of the model's own
+    parameters is the measure: it may tell them apart by values, by `id` or by size.
     """
     if isinstance(factory, torch.optim.Optimizer):
         raise WhaleError(
             f"`optimizer` is a {type(factory).__name__} over the whole model's parameters",
             hint=f"{_FACTORY}over the pieces it holds",
         )
-    made = _called(factory, named, model, device or torch.device("cpu"))
+    made = _as_for(
+        model, _called(factory, named, model, device or torch.device("cpu")), factory, named
+    )
     if not isinstance(made, torch.optim.Optimizer):
         raise WhaleError(
             f"`optimizer` returned {type(made).__name__}, not a torch.optim.Optimizer",
@@ -94,10 +99,99 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
+def _as_for(model: Named, made: Any, factory: Any, named: Named) -> Any:
+    """`made` if its groups are those that the factory makes of the model's own parameters.
+
+    Else an optimizer of torch's moves over to what this rank holds; any other is refused.
+    """
+    own = _over_own(factory, model)
+    if own is None or not isinstance(made, torch.optim.Optimizer):
+        _check_numbers(made)
+        return made
+    names = {id(p): name for name, p in model}
+    held = dict(named)
+    wanted = _groups(own, names, held)
+    found = _groups(made, {id(p): name for name, p in named}, held)
+    if len(wanted) == len(found) and all(map(_same_group, wanted, found)):
+        return made
+    plain = type(own) is type(made) and _is_torchs(own) and "step" not in vars(made)
+    if not plain or made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks:
+        raise WhaleError(
+            f"the factory of `optimizer` puts the model's parameters into other groups ({wanted}) "
+            f"than those that this rank trains ({found}): it tells them apart by values, by `id` "
+            "or by what they are stored as",
+            hint="tell them apart by name, shape or attribute, or use a class of torch.optim",
+        )
+    # What its constructor keeps beside groups (Adagrad's sums) is made anew, for these shapes.
+    for group in own.param_groups:
+        group["params"] = [held[n] for p in group["params"] if (n := names[id(p)]) in held]
+        group.pop("param_names", None)
+    accepted = inspect.signature(type(own)).parameters
+    defaults = {key: value for key, value in own.defaults.items() if key in accepted}
+    return type(own)(own.param_groups, **defaults)
+
+
+def _over_own(factory: Any, model: Named) -> torch.optim.Optimizer | None:
+    """Over the model's own parameters; None where it fails on them, or holds others."""
+    names = {id(p) for _, p in model}
+    for every in (list(model), [p for _, p in model]):
+        try:
+            made = factory(every)
+        except Exception:  # noqa: BLE001 - the user's code; it is called on others, and says why
+            continue
+        if not isinstance(made, torch.optim.Optimizer):
+            return None
+        known = all(id(p) in names for group in made.param_groups for p in group["params"])
+        return made if model and known else None
+    return None
+
+
+def _groups(
+    made: torch.optim.Optimizer, names: dict[int, str], held: Collection[str]
+) -> list[dict[str, Any]]:
+    """The groups with names for parameters, of those alone that are held here; None: unknown."""
+    found = []
+    for group in made.param_groups:
+        members = [names.get(id(p)) for p in group["params"]]
+        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        found.append({"params": [n for n in members if n is None or n in held], **rest})
+    return found
+
+
+def _same_group(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if torch.is_tensor(a) or torch.is_tensor(b):
+        both = torch.is_tensor(a) and torch.is_tensor(b) and not (a.is_meta or b.is_meta)
+        return both and torch.equal(a.cpu(), b.cpu())
+    return type(a) is type(b) and bool(a == b)
+
+
+def _check_numbers(made: Any) -> None:
+    """Refuses numbers that the factory made of a stand-in's values, which are none."""
+    for group in made.param_groups if isinstance(made, torch.optim.Optimizer) else ():
+        for key, value in group.items():
+            if isinstance(value, float) and value != value:  # noqa: PLR0124
+                raise WhaleError(
+                    f"the factory of `optimizer` makes {key} = nan of parameters of which this "
+                    "rank holds no or not all values",
+                    hint="let it depend on names, shapes and attributes of the parameters alone",
+                )
+
+
 def _stand_in(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
-    """Of the parameter's shape and dtype, on one element of memory at most."""
-    one = torch.zeros((), dtype=parameter.dtype, device=device)
-    return torch.nn.Parameter(one.expand(parameter.shape))
+    """Of the parameter's shape, dtype and attributes, on one element of memory at most.
+
+    Its value is no number, where there is such a thing: what is made of it can be told.
+    """
+    numbers = parameter.is_floating_point() or parameter.is_complex()
+    nothing = math.nan if numbers else 0
+    one = torch.full((), nothing, dtype=parameter.dtype, device=device)
+    made = torch.nn.Parameter(one.expand(parameter.shape))
+    made.__dict__.update(parameter.__dict__)
+    return made
 
 
 def _exchange(made: torch.optim.Optimizer, strangers: dict[int, torch.nn.Parameter | None]) -> None:
@@ -139,7 +233,7 @@ def _check_parameters(made: torch.optim.Optimizer, named: Named) -> None:
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that it "
                     "was not called with, so it would not update the model that trains",
                     hint="make it over the [(name, parameter), ...] the factory is called with, "
-                    "not over model.parameters()",
+                    "or over model.parameters()",
                 )
 
 
@@ -223,7 +317,12 @@ def _tried(factory: Any, model: Named, part: frozenset[str]) -> dict[str, torch.
 
 def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Refuses hooks around `step`, where a rank has only some of the parameters."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    ):
         raise WhaleError(
             "the optimizer has a hook around its step (register_step_pre_hook), which would see "
             "only the parameters that this rank holds, and gradients of shards",

@@ -71,6 +71,95 @@ def test_groups_are_those_of_one_device(
         p.grad = None
 
 
+def by_value(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [p], "lr": float(p.detach().norm())} for _, p in named])
+
+
+def by_id(named: Any) -> torch.optim.Optimizer:
+    decayed = {id(p) for p in MODEL.parameters() if p.dim() > 1}
+    kinds: list[list[Any]] = [[], []]
+    for _, p in named:
+        kinds[id(p) in decayed].append(p)
+    return torch.optim.AdamW([{"params": k, "weight_decay": 0.1 * i} for i, k in enumerate(kinds)])
+
+
+def by_mark(named: Any) -> torch.optim.Optimizer:
+    kinds: list[list[Any]] = [[], []]
+    for _, p in named:
+        kinds[getattr(p, "large", False)].append(p)
+    return torch.optim.SGD([{"params": k, "lr": 0.1 + i} for i, k in enumerate(kinds)])
+
+
+def by_size(named: Any) -> torch.optim.Optimizer:
+    """An optimizer that makes its state at once."""
+    return torch.optim.Adagrad(
+        [{"params": [p], "lr": 1.0 / p.numel()} for _, p in named], initial_accumulator_value=0.3
+    )
+
+
+def over_model(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(MODEL.parameters(), lr=0.2)
+
+
+def pieces(held: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
+    """Copies of some of the model's parameters, cut to one row."""
+    found = []
+    for name, p in (ALL[i] for i in held):
+        found.append((name, nn.Parameter(p.detach()[:1].clone())))
+        found[-1][1].__dict__.update(p.__dict__)
+    return found
+
+
+@pytest.mark.parametrize("factory", [by_value, by_id, by_mark, by_size, over_model, *FACTORIES])
+@pytest.mark.parametrize("held", [(0, 1), (2, 3, 4), (), (0, 1, 2, 3, 4)])
+def test_pieces_are_told_apart_as_the_whole_is(
+    factory: Callable[[Any], torch.optim.Optimizer], held: tuple[int, ...]
+) -> None:
+    ALL[0][1].large = True  # type: ignore[attr-defined]
+    mine = pieces(held)
+    try:
+        whole: Any = factory(ALL)
+    except (AttributeError, TypeError):
+        whole = factory([p for _, p in ALL])
+    made = make_optimizer(factory, mine, ALL)
+    names = {**{id(p): n for n, p in ALL}, **{id(p): n for n, p in mine}}
+    assert len(made.param_groups) == len(whole.param_groups)
+    for group, wanted in zip(made.param_groups, whole.param_groups, strict=True):
+        expected = [names[id(p)] for p in wanted["params"] if names[id(p)] in dict(mine)]
+        assert [names[id(p)] for p in group["params"]] == expected
+        for key in ("lr", "weight_decay"):
+            assert group[key] == wanted[key]
+    for p, state in made.state.items():
+        assert id(p) in {id(q) for _, q in mine}
+        assert state["sum"].shape == p.shape
+        assert bool((state["sum"] == whole.param_groups[0]["initial_accumulator_value"]).all())
+
+
+class OwnSGD(torch.optim.SGD):
+    """A class of the user's, which may keep parameters anywhere."""
+
+
+@pytest.mark.parametrize("kind", ["id", "value"])
+def test_own_optimizers_that_tell_pieces_apart_otherwise_are_refused(kind: str) -> None:
+    known = {id(p) for p in MODEL.parameters()}
+
+    def factory(named: Any) -> torch.optim.Optimizer:
+        rate = {"id": lambda p: 0.1 + (id(p) in known), "value": lambda p: float(p.norm())}[kind]
+        return OwnSGD(
+            [{"params": [p], "lr": rate(p.detach() if kind == "value" else p)} for _, p in named]
+        )
+
+    with pytest.raises(WhaleError, match="other groups"):
+        make_optimizer(factory, pieces((0, 1)), ALL)
+
+
+def test_numbers_made_of_no_values_are_refused() -> None:
+    """A model without memory: nobody can know what the factory asks for."""
+    empty = [(name, nn.Parameter(p.detach().to("meta"))) for name, p in ALL]
+    with pytest.raises(WhaleError, match="lr = nan"):
+        make_optimizer(by_value, pieces((0, 1)), empty)
+
+
 def test_hooks_around_a_step_are_refused() -> None:
     made = make_optimizer(by_dim, ALL, ALL)
     check_no_hooks(made)
@@ -86,7 +175,8 @@ def test_a_factory_that_fails_says_why() -> None:
     with pytest.raises(WhaleError, match="nothing here.*and on plain parameters"):
         make_optimizer(broken, ALL[:1], ALL)
     with pytest.raises(WhaleError, match="was not called with"):
-        make_optimizer(lambda named: torch.optim.SGD(MODEL.parameters(), lr=1), ALL[:1], ALL)
+        others = nn.Linear(2, 2).parameters()
+        make_optimizer(lambda named: torch.optim.SGD(list(others), lr=1), ALL[:1], ALL)
 
 
 class Clipped(torch.optim.SGD):
