@@ -41,7 +41,6 @@ from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.nn.moe.layer import MoE
 from whale.runtime import batch as batches
-from whale.runtime.absent import Presence
 from whale.runtime.context import evaluation_step
 from whale.runtime.executor import Totals
 from whale.runtime.guard import Guard
@@ -51,7 +50,9 @@ from whale.runtime.meeting import Details, ElsewhereError, Meetings, wake_others
 from whale.runtime.optimizer import check_apart, check_elementwise, check_no_hooks, make_optimizer
 from whale.runtime.outputs import Merge, merge
 from whale.runtime.signature import autocast, no_autocast
-from whale.runtime.sums import GlobalSums, SameSizes, gradient_factor, mean_loss
+from whale.runtime.store import ParameterStore
+from whale.runtime.sums import GlobalSums, SameSizes
+from whale.runtime.weighing import gradient_factor, mean_loss
 
 _LOG = logging.getLogger("whale")
 
@@ -133,7 +134,19 @@ class Step:
         self._branches = Branches(plan, lowered, rank) if watches else None
         self.optimizer = self._make_optimizer(optimizer)
         trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-        self._presence = Presence(trainable, lowered.params, lowered.device)
+        self._divides = config.communication.gradients_reduce_method == "mean"
+        at_once = plan.num_ranks == plan.num_micro_batch == len(plan.stages) == 1
+        lowered.executor.divides_ahead = self._divides and at_once
+        self._store = ParameterStore(
+            lowered.params,
+            lowered.grads,
+            self.optimizer,
+            trainable,
+            device=lowered.device,
+            ahead=self._divides and at_once,
+            in_pieces=self._in_pieces,
+            max_norm=config.optimizer.max_grad_norm,
+        )
         self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
         self._drift = Drift(model, plan, lowered, rank, changes)
         self._same_sizes = SameSizes(
@@ -257,7 +270,7 @@ class Step:
             self._recheck.before(self.num_steps, taken.batch)
         clock = lowered.executor.clock
         clock.begin_step()
-        lowered.grads.zero()
+        self._store.begin()
         sums = GlobalSums(self.plan.num_ranks, lowered.device)
         self._prepare(taken)
         with self._outsiders.watching(lowered.executor):
@@ -268,22 +281,11 @@ class Step:
         self._same_sizes.note(numbers)
         self._outsiders.after(lowered.executor)
         self._compare_branches(taken)
-        max_norm = self._config.optimizer.max_grad_norm
-        divide = self._config.communication.gradients_reduce_method == "mean"
-        factor = gradient_factor(numbers) if divide else torch.ones_like(numbers[1])
+        factor = gradient_factor(numbers) if self._divides else torch.ones_like(numbers[1])
         metrics: dict[str, Any] = {"loss": mean_loss(numbers)}
-        flags = self._presence.flags(lowered.grads.touched)
-        squares = lowered.grads.square_sum(lowered.device) if max_norm is not None else factor
-        shared = self._sum(torch.cat([squares.double().reshape(1), flags]))
-        if max_norm is not None:
-            norm = shared[0].sqrt() * factor
+        norm = self._store.apply(factor, self._sum)
+        if norm is not None:
             metrics["grad_norm"] = norm
-            factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        lowered.grads.scale(factor)
-        lowered.grads.leave_out(self._presence.absent(lowered.grads.touched, shared[1:]))
-        if self._in_pieces:
-            check_no_hooks(self.optimizer)
-        self.optimizer.step()
         clock.end_step()
         self.num_steps += 1
         if self._config.guard:
@@ -484,10 +486,4 @@ class Step:
         if self._heartbeat is not None:
             self._heartbeat.close()
         self._lowered.groups.close()
-        self._lowered.grads.close()
-        self.optimizer.state.clear()
-        # Modules, hooks and graphs refer to parameters in circles that are collected late or never;
-        # the memory goes now. The user's own parameters have their own.
-        for parameter in self._lowered.params.values():
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        self._lowered.params.clear()
+        self._store.close()

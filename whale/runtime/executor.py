@@ -30,7 +30,7 @@ from whale.runtime.outputs import Part
 from whale.runtime.signature import Context
 from whale.runtime.stage import Border, DeferredWork, Outcome, StageModule, WeightGradient
 from whale.runtime.transfers import Channels
-from whale.runtime.weighing import NUMBERS
+from whale.runtime.weighing import NUMBERS, gradient_factor
 
 
 @dataclass(slots=True)
@@ -91,6 +91,8 @@ class Executor:
 
         No collective in them waits for it.
         """
+        self.divides_ahead = False
+        """Whether a backward begins with the division by the count, which is complete by then."""
         self.origins: Mapping[int, str] = {}
         """Where in the user's code each value that crosses is made."""
         self.around: Context = nullcontext
@@ -291,7 +293,7 @@ class Executor:
                     "`detach`, `torch.no_grad` or `.item()`",
                 )
             roots.append(loss.total)
-            seeds.append(torch.ones_like(loss.total))
+            seeds.append(self._seed(loss.total))
         totals: dict[int, torch.Tensor] = {}
         for target, values in module.outgoing.items():
             for value in values:
@@ -318,6 +320,11 @@ class Executor:
                 self.used[value] = self.used.get(value, False) or tensor.grad is not None
                 grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self._local["B", source, micro_batch, stage, value] = grad
+
+    def _seed(self, total: torch.Tensor) -> torch.Tensor:
+        if not self.divides_ahead:
+            return torch.ones_like(total)
+        return gradient_factor(self._totals.sums).to(total.dtype).reshape(total.shape)
 
     def _do_I(self, action: Action) -> None:  # noqa: N802
         self._do_B(action)

@@ -1,13 +1,13 @@
 """Gradient synchronisation: fused buckets, reduced while the backward still runs.
 
 Place in the flow: made by `engine.lower` from `ir.homes`; the executor arms it for the last
-backward of each stage. Every reduction is a SUM over contributions; the division by the global
-count happens once, in `scale`.
+backward of each stage, `runtime.store` does the rest. Every reduction is a SUM over contributions;
+the division by the global count happens once, afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
@@ -28,7 +28,10 @@ _DTYPES = {
 
 
 class _Filled:
-    """A bucket with its memory: flat, so that one collective reduces it."""
+    """A bucket with its memory: flat, so that one collective reduces it.
+
+    One that nobody else contributes to has none: its gradients stay where the backward makes them.
+    """
 
     def __init__(
         self,
@@ -40,45 +43,31 @@ class _Filled:
         self.bucket, self.comm = bucket, comm
         self.params = [params[s.home.name] for s in bucket.slices]
         self.pieces = [pieces[s.home.name] for s in bucket.slices]
+        self.reduces = comm.size > 1
         device = self.params[0].device
-        total = sum(s.numel for s in bucket.slices)
-        self.flat = torch.zeros(total, dtype=_DTYPES[bucket.dtype], device=device)
+        total = sum(s.numel for s in bucket.slices) if self.reduces else 0
+        self.flat = torch.empty(total, dtype=_DTYPES[bucket.dtype], device=device)
         self.views: list[torch.Tensor] = []
+        """By slice, its stretch of `flat`."""
         offset = 0
         for piece, param in zip(bucket.slices, self.params, strict=True):
-            part = self.flat.narrow(0, offset, piece.numel)
-            self.views.append(part.view(param.shape) if piece.span is None else part)
-            offset += piece.numel
+            if self.reduces:
+                part = self.flat.narrow(0, offset, piece.numel)
+                self.views.append(part.view(param.shape) if piece.span is None else part)
+                offset += piece.numel
         self.names = frozenset(s.home.name for s in bucket.slices)
-        self.whole = [
-            (param, view)
-            for piece, param, view in zip(bucket.slices, self.params, self.views, strict=True)
-            if piece.span is None
-        ]
         self.waiting: set[str] = set()
         self.work: Work | HalfWork | None = None
         self.launched = False
 
-    @property
-    def reduces(self) -> bool:
-        return self.comm.size > 1
-
-    def cut_params(self) -> Iterable[tuple[nn.Parameter, Slice]]:
-        """Parameters of which only a part is here."""
-        for piece, param in zip(self.bucket.slices, self.params, strict=True):
-            if piece.span is not None:
-                yield param, piece
-
-    def cuts(self) -> Iterable[tuple[Slice, torch.Tensor, torch.Tensor]]:
-        """Slices that are only a part of their parameter.
-
-        (slice, its gradient there, its view here).
-        """
-        for piece, whole, param, view in zip(
+    def cuts(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Slices that are only a part of their parameter: (its gradient there, its view here)."""
+        for piece, held, param, view in zip(
             self.bucket.slices, self.pieces, self.params, self.views, strict=True
         ):
             if piece.span is not None and param.grad is not None:
-                yield piece, _part(param.grad, piece, whole), view
+                target = _part(param.grad, piece, held)
+                yield target, view.view(target.shape)
 
 
 def _part(grad: torch.Tensor, piece: Slice, held: Piece) -> torch.Tensor:
@@ -96,7 +85,8 @@ def _part(grad: torch.Tensor, piece: Slice, held: Piece) -> torch.Tensor:
 class GradientBuckets:
     """All gradients of one rank.
 
-    `param.grad` is a view into a bucket wherever a slice is a whole parameter.
+    A step begins without any, so the first backward writes them. `param.grad` is a view into a
+    bucket from then on, wherever a slice that others contribute to is a whole parameter.
     """
 
     def __init__(
@@ -121,12 +111,16 @@ class GradientBuckets:
             pools[bucket.sync.ranks] = turn + 1
             self.filled.append(_Filled(bucket, params, pieces, pool[turn % len(pool)]))
         self.of_param: dict[str, list[_Filled]] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        """By parameter that is one slice of a bucket, its gradient there."""
         for item in self.filled:
             for piece in item.bucket.slices:
                 self.of_param.setdefault(piece.home.name, []).append(item)
-        cut = {id(p): p for item in self.filled for p, piece in item.cut_params()}
-        self.loose = list(cut.values())
-        """Parameters whose gradient is only partly in one bucket, and so has memory of its own."""
+            self._views |= {
+                piece.home.name: view
+                for piece, view in zip(item.bucket.slices, item.views, strict=False)
+                if piece.span is None
+            }
         self._finals: dict[tuple[int, frozenset[int]], tuple[str, ...]] = {}
         self.armed: set[str] = set()
         self.touched: set[str] = set()
@@ -148,12 +142,18 @@ class GradientBuckets:
             param.grad = None
         self.filled.clear()
         self.of_param.clear()
-        self.loose.clear()
+        self._views.clear()
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        view = self._views.get(name)
+        shared = [item for item in self.of_param[name] if item.reduces]
+
         def accumulated(param: torch.Tensor) -> None:
+            grad = param.grad
+            if grad is None:
+                return  # it was only an anchor (`nn.deferred`)
             self.touched.add(name)
-            if any(item.launched and item.reduces for item in self.of_param[name]):
+            if any(item.launched for item in shared):
                 raise WhaleError(
                     f"a gradient of {name} came after those of all ranks were summed: a backward "
                     "inside the backward (an autograd.Function that calls `backward`) adds to it "
@@ -161,33 +161,37 @@ class GradientBuckets:
                     hint="let the Function return its gradients, or use torch.utils.checkpoint; or "
                     "set communication.bucket_bytes so large that all gradients are one bucket",
                 )
+            if grad.is_sparse:
+                param.grad = grad = grad.to_dense()
+            if view is not None and grad is not view:
+                param.grad = view.copy_(grad)
             if name in self.armed and id(param) not in self.unfinished:
                 self.ready(name)
 
         return accumulated
 
-    def zero(self) -> None:
-        """Before a step: zeroed gradients in place, nothing launched."""
+    def begin(self) -> None:
+        """Before a step: no gradients, nothing launched."""
         for item in self.filled:
-            item.flat.zero_()
             item.waiting = set(item.names)
             item.work, item.launched = None, False
-            for param, view in item.whole:
-                if param.grad is not view:
-                    param.grad = view
-        for param in self.loose:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            else:
-                param.grad.zero_()
+        for name in self.of_param:
+            self.params[name].grad = None
         self.armed.clear()
         self.touched.clear()
         self.next = 0
 
-    def leave_out(self, names: Iterable[str]) -> None:
-        """These had no gradient anywhere: the optimizer must not see one, until the next step."""
-        for name in names:
-            self.params[name].grad = None
+    def complete(self, absent: Collection[str]) -> None:
+        """Those without a gradient here: zeros, or none at all where they had none anywhere.
+
+        The optimizer must not see a gradient of what nobody used, until the next step.
+        """
+        for name in self.of_param.keys() - self.touched:
+            param = self.params[name]
+            if name in absent:
+                param.grad = None
+            elif param.grad is None:
+                param.grad = torch.zeros_like(param)
 
     def _final(self, stage: int, remaining: frozenset[int]) -> tuple[str, ...]:
         """Parameters whose last gradient comes with the last backward of `stage`."""
@@ -215,18 +219,28 @@ class GradientBuckets:
     def ready(self, name: str) -> None:
         """A gradient is final: launches the complete buckets, in the order all ranks share."""
         self.armed.discard(name)
+        if name not in self.touched:
+            self._contribute_nothing(name)
         for item in self.of_param[name]:
             item.waiting.discard(name)
         while self.next < len(self.filled) and not self.filled[self.next].waiting:
             self._launch(self.filled[self.next])
             self.next += 1
 
+    def _contribute_nothing(self, name: str) -> None:
+        """Others may have a gradient: its sum needs a place here."""
+        view, param = self._views.get(name), self.params[name]
+        if view is not None:
+            param.grad = view.zero_()
+        elif param.grad is None and any(item.reduces for item in self.of_param[name]):
+            param.grad = torch.zeros_like(param)
+
     def _launch(self, item: _Filled) -> None:
         item.launched = True
         if not item.reduces:
             return
-        for _, source, view in item.cuts():
-            view.view(source.shape).copy_(source)
+        for source, view in item.cuts():
+            view.copy_(source)
         if self.rank not in item.bucket.sync.leads:
             item.flat.zero_()
         if self.on_launch is not None:
@@ -244,8 +258,8 @@ class GradientBuckets:
                 item.work.wait()
                 item.work = None
             if item.reduces:
-                for _, target, view in item.cuts():
-                    target.copy_(view.view(target.shape))
+                for target, view in item.cuts():
+                    target.copy_(view)
 
     def square_sum(self, device: torch.device) -> torch.Tensor:
         """Sum of squares of the elements this rank answers for, each once in the world."""
@@ -261,8 +275,12 @@ class GradientBuckets:
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiplies every gradient, once."""
-        found = [item.flat for item in self.filled if item.whole]
-        found += [param.grad for param in self.loose if param.grad is not None]
+        found = [item.flat for item in self.filled if item.reduces]
+        found += [
+            param.grad
+            for name in self.of_param
+            if name not in self._views and (param := self.params[name]).grad is not None
+        ]
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in found:
             if tensor.dtype.itemsize < 4:

@@ -84,7 +84,7 @@ def _called(factory: Any, named: Named, model: Named, device: torch.device) -> A
             errors.append(error)
             continue
         if isinstance(made, torch.optim.Optimizer):
-            if whole and (made.state or not _is_torchs(made)):
+            if whole and (made.state or not is_torchs(made)):
                 continue  # it made something of the shapes, or may keep parameters elsewhere
             _exchange(made, {id(p): held.get(name) for name, p in others.items()})
         return made
@@ -95,8 +95,11 @@ def _called(factory: Any, named: Named, model: Named, device: torch.device) -> A
     ) from errors[0]
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim")
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its update is torch's own: the class, and its `step` but for a scheduler's count."""
+    step = vars(optimizer).get("step")
+    plain = step is None or getattr(step, "_wrapped_by_lr_sched", False)
+    return plain and type(optimizer).__module__.startswith("torch.optim")
 
 
 def _as_for(model: Named, made: Any, factory: Any, named: Named) -> Any:
@@ -114,8 +117,7 @@ def _as_for(model: Named, made: Any, factory: Any, named: Named) -> Any:
     found = _groups(made, {id(p): name for name, p in named}, held)
     if len(wanted) == len(found) and all(map(_same_group, wanted, found)):
         return made
-    plain = type(own) is type(made) and _is_torchs(own) and "step" not in vars(made)
-    if not plain or made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks:
+    if type(own) is not type(made) or not is_torchs(made) or has_hooks(made):
         raise WhaleError(
             f"the factory of `optimizer` puts the model's parameters into other groups ({wanted}) "
             f"than those that this rank trains ({found}): it tells them apart by values, by `id` "
@@ -241,7 +243,7 @@ def check_elementwise(
     optimizer: torch.optim.Optimizer, split: Sequence[str], promised: bool | None
 ) -> None:
     """Refuses an optimizer that is not known to be elementwise where parameters are split."""
-    known = type(optimizer).__name__ in _ELEMENTWISE and _is_torchs(optimizer)
+    known = type(optimizer).__name__ in _ELEMENTWISE and is_torchs(optimizer)
     if known or not split or promised:
         return
     raise WhaleError(
@@ -255,9 +257,12 @@ def check_elementwise(
     )
 
 
-_TRIAL_STEPS = 3
 _TRIAL_DIM = 5
 """Largest size of a dim of the parameters that a trial is made on."""
+_SIZES = (1e-8, 1e-3, *(1.0,) * 24, 1e2, 1e4, 1e8)
+"""Of the gradients of a trial, step by step: code may turn on at a norm, or after some steps."""
+_NO_NUMBERS = (math.inf, math.nan)
+"""Each ends a trial of its own, for all that follows is no number either."""
 
 
 def check_apart(
@@ -267,15 +272,15 @@ def check_apart(
 
     A clip or a rate by all gradients, written into a class of one's own, would see those of one
     stage only. Torch's own do nothing of the kind; others are tried on small parameters by the same
-    names, all in one optimizer and each part in its own.
+    names, all in one optimizer and each part in its own, with gradients of many sizes.
     """
-    if _is_torchs(optimizer) and "step" not in vars(optimizer):
+    if is_torchs(optimizer):
         return
     try:
-        whole = _tried(factory, model, frozenset(name for name, _ in model))
-        apart = {
-            name: value for part in parts for name, value in _tried(factory, model, part).items()
-        }
+        for last in _NO_NUMBERS:
+            _compare(factory, optimizer, model, parts, (*_SIZES, last))
+    except WhaleError:
+        raise
     except Exception as error:  # noqa: BLE001 - the user's code, on shapes that are not the model's
         _LOG.warning(
             "whether %s updates each parameter by itself, as stages need it to, could not be tried "
@@ -283,20 +288,34 @@ def check_apart(
             type(optimizer).__name__,
             _text(error),
         )
-        return
-    for name, value in apart.items():
-        if not torch.allclose(value, whole[name], rtol=1e-9, atol=1e-12):
-            raise WhaleError(
-                f"{type(optimizer).__name__} updates {name} by more than its own gradient and "
-                f"state: among the parameters of its stage alone it becomes another value than "
-                f"among all {len(model)}",
-                hint="clip with Config optimizer.max_grad_norm; anything else over all parameters "
-                "needs a plan of one stage",
-            )
 
 
-def _tried(factory: Any, model: Named, part: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Small parameters after some steps of an optimizer that has `part` of them, by name."""
+def _compare(
+    factory: Any,
+    optimizer: torch.optim.Optimizer,
+    model: Named,
+    parts: Sequence[frozenset[str]],
+    sizes: Sequence[float],
+) -> None:
+    whole = _tried(factory, model, frozenset(name for name, _ in model), sizes)
+    for part in parts:
+        for now, then in zip(_tried(factory, model, part, sizes), whole, strict=True):
+            for name, value in now.items():
+                if torch.allclose(value, then[name], rtol=1e-9, atol=1e-12, equal_nan=True):
+                    continue
+                raise WhaleError(
+                    f"{type(optimizer).__name__} updates {name} by more than its own gradient and "
+                    f"state: among the parameters of its stage alone it becomes another value than "
+                    f"among all {len(model)}",
+                    hint="clip with Config optimizer.max_grad_norm; anything else over all "
+                    "parameters needs a plan of one stage",
+                )
+
+
+def _tried(
+    factory: Any, model: Named, part: frozenset[str], sizes: Sequence[float]
+) -> list[dict[str, torch.Tensor]]:
+    """Small parameters after each step of an optimizer that has `part` of them, by name."""
     generator = torch.Generator().manual_seed(7)
     small = []
     for name, parameter in model:
@@ -304,25 +323,34 @@ def _tried(factory: Any, model: Named, part: frozenset[str]) -> dict[str, torch.
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         small.append((name, torch.nn.Parameter(values)))
     mine = [(name, parameter) for name, parameter in small if name in part]
+    found = []
     with generators.kept():
         torch.manual_seed(0)
         made = make_optimizer(factory, mine, small)
-        for _ in range(_TRIAL_STEPS):
-            for name, parameter in small:
+        for step, size in enumerate(sizes):
+            for index, (name, parameter) in enumerate(small):
                 gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.grad = gradient if name in part else None
+                # What is no number is so in one parameter: others must not hear of it.
+                own = size if math.isfinite(size) or index == step % len(small) else 1.0
+                parameter.grad = gradient * own if name in part else None
             made.step()
-    return {name: parameter.detach() for name, parameter in mine}
+            found.append({name: parameter.detach().clone() for name, parameter in mine})
+    return found
 
 
-def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses hooks around `step`, where a rank has only some of the parameters."""
-    if (
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code of the user's runs around its `step`."""
+    return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks
-    ):
+    )
+
+
+def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses hooks around `step`, where a rank has only some of the parameters."""
+    if has_hooks(optimizer):
         raise WhaleError(
             "the optimizer has a hook around its step (register_step_pre_hook), which would see "
             "only the parameters that this rank holds, and gradients of shards",

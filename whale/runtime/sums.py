@@ -43,21 +43,6 @@ class GlobalSums:
         return self.numbers
 
 
-def mean_loss(sums: torch.Tensor) -> torch.Tensor:
-    """The mean loss, from what all parts added (`Weighed.numbers`)."""
-    return sums[0] / torch.maximum(sums[1], sums[2])
-
-
-def gradient_factor(sums: torch.Tensor) -> torch.Tensor:
-    """What gradients of sums are multiplied by.
-
-    torch's means over nothing (a batch of padding) are nan, and their gradients zero.
-    """
-    count = torch.maximum(sums[1], sums[2])
-    nothing = (count == 0) & (sums[3] == 0)
-    return 1.0 / torch.where(nothing, torch.ones_like(count), count)
-
-
 class SameSizes:
     """Looks whether means that are added had the same sizes for their rows on all parts.
 

@@ -353,6 +353,21 @@ def _otherwise(number: int, weighing: Weighing) -> WhaleError:
     )
 
 
+def mean_loss(sums: torch.Tensor) -> torch.Tensor:
+    """The mean loss, from what all parts added (`Weighed.numbers`)."""
+    return sums[0] / torch.maximum(sums[1], sums[2])
+
+
+def gradient_factor(sums: torch.Tensor) -> torch.Tensor:
+    """What gradients of sums are multiplied by.
+
+    torch's means over nothing (a batch of padding) are nan, and their gradients zero.
+    """
+    count = torch.maximum(sums[1], sums[2])
+    nothing = (count == 0) & (sums[3] == 0)
+    return 1.0 / torch.where(nothing, torch.ones_like(count), count)
+
+
 OTHER_COUNTS = (
     "plan one micro-batch (pipeline.num_micro_batch=1): then parts can tell each other their "
     "counts; or use one count for all terms: n = mask.sum(), wh.weighted_mean(a + b, n)"

@@ -226,6 +226,30 @@ def patched(named: Any) -> torch.optim.Optimizer:
     return made
 
 
+class ClippedHigh(torch.optim.SGD):
+    """Clips where gradients are large only."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 50.0)
+        return super().step(closure)
+
+
+class SkipsOverflow(torch.optim.SGD):
+    """No update at all where one gradient is no number."""
+
+    def step(self, closure: Any = None) -> Any:
+        every = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        return super().step(closure) if all(g.isfinite().all() for g in every) else None
+
+
+class ClippedLate(Clipped):
+    """From its tenth step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.times = getattr(self, "times", 0) + 1
+        return super().step(closure) if self.times >= 10 else torch.optim.SGD.step(self, closure)
+
+
 class Breaks(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         raise RuntimeError("on a GPU only")
@@ -234,7 +258,9 @@ class Breaks(torch.optim.SGD):
 STAGES = (frozenset(n for n, _ in ALL[:2]), frozenset(n for n, _ in ALL[2:]))
 
 
-@pytest.mark.parametrize("factory", [Clipped, Adapting, patched])
+@pytest.mark.parametrize(
+    "factory", [Clipped, Adapting, patched, ClippedHigh, SkipsOverflow, ClippedLate]
+)
 def test_an_update_by_the_parameters_of_other_stages_is_refused(factory: Any) -> None:
     with pytest.raises(WhaleError, match="more than its own gradient"):
         check_apart(factory, make_optimizer(factory, ALL, ALL), ALL, STAGES)
