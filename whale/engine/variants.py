@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -81,6 +82,7 @@ class Variants:
         self.few = batches.take_rows(batch, 0, min(_FEW, batches.num_rows(batch)))
         self._layers = [path for t in plan.taskgraphs for path in t.layers]
         self._first: Signature | None = None
+        self._written: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._known: OrderedDict[tuple[Signature, Flags, bool], Variant] = OrderedDict()
 
     def built(self, signature: Signature, settings: Hashable) -> None:
@@ -118,9 +120,24 @@ class Variants:
             found.checked.clear()
             found.totals.clear()
         self._check_rows(found, batch, signature)
+        self._refuse_written(found.program, batch)
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
         return found
+
+    def _refuse_written(self, program: Program, batch: LocalBatch) -> None:
+        """Refuses a batch that comes again where code writes to it: it did so in one stage only."""
+        for index, tensor in enumerate(batches.leaves(batch.data)):
+            if index not in program.written:
+                continue
+            if self._written.get(id(tensor)) is tensor:
+                raise WhaleError(
+                    "the model or its loss writes to its batch in place, and the same tensor of "
+                    f"shape {tuple(tensor.shape)} comes once more: on one device it would have "
+                    "changed, in stages it has not",
+                    hint="write to a copy (x = x.clone()), or pass a fresh batch every step",
+                )
+            self._written[id(tensor)] = tensor
 
     def _check_rows(self, variant: Variant, batch: LocalBatch, signature: Signature) -> None:
         """Sizes of micro-batches that were not met before: what one device's code would see."""

@@ -58,7 +58,7 @@ def make_optimizer(
             hint=f"{_FACTORY}over the [(name, parameter), ...] it is called with",
         )
     _check_kind(made)
-    _check_parameters(made, named)
+    check_parameters(made, named)
     return made
 
 
@@ -226,7 +226,8 @@ def _check_kind(made: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_parameters(made: torch.optim.Optimizer, named: Named) -> None:
+def check_parameters(made: torch.optim.Optimizer, named: Named) -> None:
+    """Refuses an optimizer over parameters that are not those that train."""
     given = {id(parameter) for _, parameter in named}
     for group in made.param_groups:
         for parameter in group["params"]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from whale.runtime.absent import Presence
 from whale.runtime.grads import GradientBuckets
-from whale.runtime.optimizer import check_no_hooks, has_hooks, is_torchs
+from whale.runtime.optimizer import check_no_hooks, check_parameters, has_hooks, is_torchs
 
 Add = Callable[[torch.Tensor], torch.Tensor]
 """Adds numbers up over all ranks."""
@@ -52,6 +52,7 @@ class ParameterStore:
         self.params, self.grads, self.optimizer = params, grads, optimizer
         self.device, self.ahead, self.in_pieces, self.max_norm = device, ahead, in_pieces, max_norm
         self._presence = Presence(trainable, params, device)
+        self._members = sum(len(group["params"]) for group in optimizer.param_groups)
         self._narrow = all(p.dtype.itemsize <= 4 for p in params.values())
 
     def begin(self) -> None:
@@ -74,10 +75,18 @@ class ParameterStore:
             clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
             factor, scaled = clip if self.ahead else factor * clip, True
         grads.complete(self._presence.absent(grads.touched, shared[1:]))
-        if self.in_pieces:
-            check_no_hooks(self.optimizer)
+        self._check_optimizer()
         self._update(factor if scaled else None)
         return norm
+
+    def _check_optimizer(self) -> None:
+        """A script may have hung something on it, or added parameters, since the last step."""
+        if self.in_pieces:
+            check_no_hooks(self.optimizer)
+        members = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if members != self._members:
+            check_parameters(self.optimizer, list(self.params.items()))
+            self._members = members
 
     def _update(self, factor: torch.Tensor | None) -> None:
         """One step of the optimizer on gradients times `factor`."""
