@@ -1,4 +1,4 @@
-"""Optimizers as users write them, and what scripts do to them between steps."""
+"""Optimizers as users write them, and what scripts do to them and to models between steps."""
 
 from __future__ import annotations
 
@@ -142,7 +142,23 @@ def refusals() -> dict[str, str]:
     step.optimizer.register_step_pre_hook(lambda *_: None)
     note("late hook", lambda: step(batch(1)))
     step.close(forget=True)
+    for name, change in CHANGES.items():
+        made = model()
+        made[0].register_buffer("scale", torch.ones(()))  # type: ignore[operator, index]
+        step = build(made, "replicas", sgd)
+        step(batch(0))
+        change(made[0])  # type: ignore[index]
+        note(name, lambda step=step: step(batch(1)))  # type: ignore[misc]
+        step.close(forget=True)
     return said
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "buffer": lambda module: module.register_buffer("scale", torch.zeros(())),
+    "new buffer": lambda module: module.register_buffer("other", torch.zeros(())),
+    "no bias": lambda module: module.register_parameter("bias", None),
+    "converted": lambda module: module.to(torch.float32),
+}
 
 
 def test_what_sees_a_part_of_the_parameters_is_refused() -> None:
@@ -151,6 +167,8 @@ def test_what_sees_a_part_of_the_parameters_is_refused() -> None:
         "step exchanged": "not known to update every element",
         "late group": "not called with",
         "late hook": "hook around its step",
+        **dict.fromkeys(("buffer", "new buffer", "no bias"), "other parameters or buffers"),
+        "converted": "",
     }
     for said in run_ranks(2, refusals):
         for name, word in words.items():

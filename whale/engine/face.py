@@ -236,8 +236,8 @@ class Face:
         """Takes over the user's flags; whether any was new. Refuses what a step cannot follow."""
         self.following.follow()
         changed = False
-        every = zip(self.pairs, self._hooks, self._members, strict=True)
-        for (user, local), hooks, members in every:
+        every = zip(self.pairs, self._hooks, self._members, self._held, strict=True)
+        for (user, local), hooks, members, held in every:
             if local.training is not user.training:
                 local.training = user.training
                 changed = True
@@ -254,6 +254,14 @@ class Face:
                     "is a copy",
                     hint="leave modules out by a flag that the forward looks at, or step.save, "
                     "step.close and parallelize again",
+                )
+            if _held(user) != held:
+                raise WhaleError(
+                    f"a {type(user).__name__} has other parameters or buffers than when the model "
+                    "was parallelized (register_buffer, register_parameter, a conversion): what "
+                    "trains is a copy",
+                    hint="change values in place through model.load_state_dict, pass what changes "
+                    "in the batch, or step.save, step.close and parallelize again",
                 )
         for (name, tensor), look in zip(self.tensors, self._looks, strict=True):
             if _looks(tensor) != look:

@@ -49,9 +49,9 @@ def make_optimizer(
             f"`optimizer` is a {type(factory).__name__} over the whole model's parameters",
             hint=f"{_FACTORY}over the pieces it holds",
         )
-    made = _as_for(
-        model, _called(factory, named, model, device or torch.device("cpu")), factory, named
-    )
+    own = _over_own(factory, model)
+    made = _called(factory, named, model, device or torch.device("cpu"))
+    made = _as_for(model, made, own, factory, named)
     if not isinstance(made, torch.optim.Optimizer):
         raise WhaleError(
             f"`optimizer` returned {type(made).__name__}, not a torch.optim.Optimizer",
@@ -102,12 +102,11 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return plain and type(optimizer).__module__.startswith("torch.optim")
 
 
-def _as_for(model: Named, made: Any, factory: Any, named: Named) -> Any:
-    """`made` if its groups are those that the factory makes of the model's own parameters.
+def _as_for(model: Named, made: Any, own: Any, factory: Any, named: Named) -> Any:
+    """`made` if its groups are those of `own`, the factory's over the model's own parameters.
 
     Else an optimizer of torch's moves over to what this rank holds; any other is refused.
     """
-    own = _over_own(factory, model)
     if own is None or not isinstance(made, torch.optim.Optimizer):
         _check_numbers(made)
         return made
@@ -124,28 +123,46 @@ def _as_for(model: Named, made: Any, factory: Any, named: Named) -> Any:
             "or by what they are stored as",
             hint="tell them apart by name, shape or attribute, or use a class of torch.optim",
         )
-    # What its constructor keeps beside groups (Adagrad's sums) is made anew, for these shapes.
+    own = _over_own(factory, model)  # once more: what the factory made last is what it returned
+    assert own is not None
     for group in own.param_groups:
         group["params"] = [held[n] for p in group["params"] if (n := names[id(p)]) in held]
-        group.pop("param_names", None)
-    accepted = inspect.signature(type(own)).parameters
-    defaults = {key: value for key, value in own.defaults.items() if key in accepted}
-    return type(own)(own.param_groups, **defaults)
+        if "param_names" in group:
+            group["param_names"] = [n for n in group["param_names"] if n in held]
+    if own.state:  # what its constructor keeps beside groups (Adagrad's sums), for these shapes
+        accepted = inspect.signature(type(own)).parameters
+        defaults = {key: value for key, value in own.defaults.items() if key in accepted}
+        unnamed = [{k: v for k, v in g.items() if k != "param_names"} for g in own.param_groups]
+        own.state.clear()
+        own.state.update(type(own)(unnamed, **defaults).state)
+    return own
 
 
 def _over_own(factory: Any, model: Named) -> torch.optim.Optimizer | None:
     """Over the model's own parameters; None where it fails on them, or holds others."""
     names = {id(p) for _, p in model}
     for every in (list(model), [p for _, p in model]):
+        versions = [p._version for _, p in model]
         try:
             made = factory(every)
         except Exception:  # noqa: BLE001 - the user's code; it is called on others, and says why
             continue
+        finally:
+            _refuse_written(model, versions)
         if not isinstance(made, torch.optim.Optimizer):
             return None
         known = all(id(p) in names for group in made.param_groups for p in group["params"])
         return made if model and known else None
     return None
+
+
+def _refuse_written(model: Named, versions: Sequence[int]) -> None:
+    for (name, parameter), version in zip(model, versions, strict=True):
+        if parameter._version != version:
+            raise WhaleError(
+                f"the factory of `optimizer` writes to {name}, of which this rank may hold a part",
+                hint="initialise the model before wh.parallelize",
+            )
 
 
 def _groups(
@@ -268,15 +285,18 @@ _NO_NUMBERS = (math.inf, math.nan)
 
 def check_apart(
     factory: Any, optimizer: torch.optim.Optimizer, model: Named, parts: Sequence[frozenset[str]]
-) -> None:
+) -> bool:
     """Refuses an optimizer whose update of one part of the parameters depends on the others.
 
     A clip or a rate by all gradients, written into a class of one's own, would see those of one
     stage only. Torch's own do nothing of the kind; others are tried on small parameters by the same
     names, all in one optimizer and each part in its own, with gradients of many sizes.
+
+    Returns:
+        Whether it was tried: the factory has made others since.
     """
     if is_torchs(optimizer):
-        return
+        return False
     try:
         for last in _NO_NUMBERS:
             _compare(factory, optimizer, model, parts, (*_SIZES, last))
@@ -289,6 +309,7 @@ def check_apart(
             type(optimizer).__name__,
             _text(error),
         )
+    return True
 
 
 def _compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,36 @@ def test_own_optimizers_that_tell_pieces_apart_otherwise_are_refused(kind: str) 
         make_optimizer(factory, pieces((0, 1)), ALL)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, OwnSGD])
+@pytest.mark.parametrize("by", [lambda p: 0.1, lambda p: float(p.detach().norm())])
+def test_the_last_that_was_made_is_the_one_that_trains(
+    kind: Any, by: Callable[[Any], float]
+) -> None:
+    """A scheduler that the factory makes follows the optimizer that steps."""
+    made: list[Any] = []
+
+    def factory(named: Any) -> torch.optim.Optimizer:
+        made.append(kind([{"params": [p], "lr": by(p)} for _, p in named]))
+        torch.optim.lr_scheduler.ExponentialLR(made[-1], 0.3)
+        return made[-1]
+
+    if kind is OwnSGD and by(torch.full((1,), 3.0)) != 0.1:
+        pytest.skip("refused")
+    assert make_optimizer(factory, pieces((0, 1)), ALL) is made[-1]
+
+
+def test_a_factory_that_writes_is_refused() -> None:
+    def factory(named: Any) -> torch.optim.Optimizer:
+        with torch.no_grad():
+            for name, p in named:
+                if name.endswith("bias"):
+                    p.fill_(p.sum())
+        return torch.optim.SGD(named)
+
+    with pytest.raises(WhaleError, match="writes to 0.bias"):
+        make_optimizer(factory, pieces((0, 1)), list(copy.deepcopy(MODEL).named_parameters()))
+
+
 def test_numbers_made_of_no_values_are_refused() -> None:
     """A model without memory: nobody can know what the factory asks for."""
     empty = [(name, nn.Parameter(p.detach().to("meta"))) for name, p in ALL]
@@ -175,8 +206,8 @@ def test_a_factory_that_fails_says_why() -> None:
     with pytest.raises(WhaleError, match="nothing here.*and on plain parameters"):
         make_optimizer(broken, ALL[:1], ALL)
     with pytest.raises(WhaleError, match="was not called with"):
-        others = nn.Linear(2, 2).parameters()
-        make_optimizer(lambda named: torch.optim.SGD(list(others), lr=1), ALL[:1], ALL)
+        others = list(nn.Linear(2, 2).parameters())
+        make_optimizer(lambda named: torch.optim.SGD(others, lr=1), ALL[:1], ALL)
 
 
 class Clipped(torch.optim.SGD):
