@@ -159,11 +159,13 @@ def parallelize(
         model, batch, loss, plan, captured, outputs=outputs or {}, check=settings.check_parts
     )
     names = frozenset(outputs or ())
+    group = _group_of(plan, rank)
     lowered = lower(
         model,
         plan,
         captured,
         loss,
+        actions=rank_actions(plan.schedule, group) if group is not None else [],
         rank=rank,
         device=_local_device(settings),
         seed=settings.seed,
@@ -187,7 +189,6 @@ def parallelize(
     )
     for note in lowered.notes:
         logging.getLogger("whale").info(note)
-    group = _group_of(plan, rank)
     return Step(
         model,
         plan,
@@ -195,7 +196,6 @@ def parallelize(
         loss=loss,
         optimizer=optimizer,
         config=settings,
-        actions=rank_actions(plan.schedule, group) if group is not None else [],
         forward_actions=forward_actions(plan.schedule, group) if group is not None else [],
         outputs=outputs or {},
         batch=batch,

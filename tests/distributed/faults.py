@@ -246,7 +246,7 @@ def _local_norm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lost_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = executor.Executor._do_B
+    backward = executor.Executor._backward_of
 
     def faulty(self: Any, action: Any) -> None:
         if action.micro_batch == self.plan.num_micro_batch - 1:
@@ -254,11 +254,11 @@ def _lost_backward(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             backward(self, action)
 
-    monkeypatch.setattr(executor.Executor, "_do_B", faulty)
+    monkeypatch.setattr(executor.Executor, "_backward_of", faulty)
 
 
 def _lost_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = executor.Executor._do_W
+    run = executor.Executor._weight_gradients
 
     def faulty(self: Any, action: Any) -> None:
         if action.micro_batch == 0:
@@ -266,7 +266,7 @@ def _lost_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             run(self, action)
 
-    monkeypatch.setattr(executor.Executor, "_do_W", faulty)
+    monkeypatch.setattr(executor.Executor, "_weight_gradients", faulty)
 
 
 def _shifted_rows(monkeypatch: pytest.MonkeyPatch) -> None:

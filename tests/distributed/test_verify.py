@@ -117,14 +117,14 @@ def test_the_worst_element_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _in_backward(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
-    backward = executor.Executor._do_B
+    backward = executor.Executor._backward_of
 
     def faulty(self: Any, action: Any) -> None:
         if rank() == 1:
             act()
         backward(self, action)
 
-    monkeypatch.setattr(executor.Executor, "_do_B", faulty)
+    monkeypatch.setattr(executor.Executor, "_backward_of", faulty)
 
 
 def _raise(error: BaseException) -> Any:
@@ -178,7 +178,7 @@ def hang(self, action):
     open(os.path.join({folder!r}, str(dist.get_rank())), "w").write(str(os.getpid()))
     time.sleep(600)
 
-executor.Executor._do_B = hang
+executor.Executor._backward_of = hang
 test_verify.verify(faults.CASES["skip"])
 """
 

@@ -21,10 +21,12 @@ from whale.cost.messages import message_prices
 from whale.cost.parts import NOTHING, Part, parts_of
 from whale.cost.roles import groups_inside, roles, stages_by_rank
 from whale.ir.expand import SubAction, layer_actions
-from whale.ir.homes import ITEM_BYTES, Bucket, Stretch, all_syncs, rank_buckets
+from whale.ir.homes import ITEM_BYTES, Stretch, all_syncs
 from whale.ir.model_graph import Layer, ModelGraph
 from whale.ir.plan import Home, Plan, StageLayer, StagePlan
 from whale.ir.prices import CONTENTION, DevicePrice, Prices, ReducePrice, StagePrice
+from whale.ir.schedule import Action
+from whale.ir.updates import completing_layers, rank_step
 
 _NORM_BYTES = 8192
 """A batch norm's sums: two numbers per channel; what counts is the latency."""
@@ -33,15 +35,28 @@ _ROW_BYTES = 16.0
 
 
 def price(
-    plan: Plan, graph: ModelGraph, costs: CostModel, binds: Mapping[int, str] | None = None
+    plan: Plan,
+    graph: ModelGraph,
+    costs: CostModel,
+    orders: Mapping[int, Sequence[Action]],
+    binds: Mapping[int, str] | None = None,
 ) -> Prices:
-    """The prices of `plan`, which is for `graph` on the cost model's cluster."""
-    return _Pricer(plan, graph, costs).prices(binds or {})
+    """The prices of `plan`, which is for `graph` on the cost model's cluster.
+
+    `orders` are the actions of its device groups.
+    """
+    return _Pricer(plan, graph, costs, orders).prices(binds or {})
 
 
 class _Pricer:
-    def __init__(self, plan: Plan, graph: ModelGraph, costs: CostModel) -> None:
-        self.plan, self.graph, self.costs = plan, graph, costs
+    def __init__(
+        self,
+        plan: Plan,
+        graph: ModelGraph,
+        costs: CostModel,
+        orders: Mapping[int, Sequence[Action]],
+    ) -> None:
+        self.plan, self.graph, self.costs, self.orders = plan, graph, costs, orders
         self.index = {layer.path: i for i, layer in enumerate(graph.layers)}
         self.calls = graph.calls
         # The largest micro-batch: sizes differ by at most one row.
@@ -291,43 +306,45 @@ class _Pricer:
             if any(len(sync.ranks) > 1 for _, _, groups in stretches for sync in groups)
         ]
         for rank in _ranks_that_differ(known):
-            for bucket in rank_buckets(self.plan, rank, trainable, known):
-                key = (bucket.sync.ranks, bucket.position)
-                if len(bucket.sync.ranks) < 2 or key in seen:
-                    continue
-                seen.add(key)
-                nbytes = sum(s.numel for s in bucket.slices) * ITEM_BYTES[bucket.dtype]
-                stage, after = self._completed(bucket, rank)
-                yield ReducePrice(
-                    ranks=bucket.sync.ranks,
-                    stage=stage,
-                    after=after,
-                    seconds=self.costs.fabric.all_reduce(
-                        bucket.sync.ranks, nbytes, num_sharing=self._sharing(stage)
-                    ),
-                    nbytes=nbytes,
-                )
+            step = rank_step(self.plan, rank, self._actions(rank), trainable, known)
+            for action, numbers in step.completed():
+                buckets = [step.buckets[number] for number in numbers]
+                stage = self.plan.stages[action.stage]
+                places = completing_layers(stage, buckets)
+                for bucket, place in zip(buckets, places, strict=True):
+                    key = (bucket.sync.ranks, bucket.position)
+                    if len(bucket.sync.ranks) < 2 or key in seen:
+                        continue
+                    seen.add(key)
+                    nbytes = sum(s.numel for s in bucket.slices) * ITEM_BYTES[bucket.dtype]
+                    yield ReducePrice(
+                        ranks=bucket.sync.ranks,
+                        stage=stage.index,
+                        after=self._done(stage, rank, place),
+                        seconds=self.costs.fabric.all_reduce(
+                            bucket.sync.ranks, nbytes, num_sharing=self._sharing(stage.index)
+                        ),
+                        nbytes=nbytes,
+                    )
+
+    def _actions(self, rank: int) -> Sequence[Action]:
+        """Those of its device group."""
+        groups = enumerate(self.plan.schedule.groups)
+        mine = set(self._stages[rank])
+        return next((self.orders[g] for g, stages in groups if mine & set(stages)), ())
 
     def _sharing(self, stage: int) -> int:
         """Gradient groups that use the same network at once: one per shard of a replica."""
         return len(self.plan.stages[stage].virtual_device.replicas[0].ranks)
 
-    def _completed(self, bucket: Bucket, rank: int) -> tuple[int, float]:
-        """The stage whose last backward completes a bucket, and after how much of it."""
-        stages = self._stages[rank]
-        names = {s.home.name for s in bucket.slices}
-        for stage in stages:  # backward ends with the first stage
-            layers = self.plan.stages[stage].layers
-            users = [i for i, layer in enumerate(layers) if names & set(layer.params)]
-            if not users:
-                continue
-            part = self.part(layers[0].taskgraph, rank)
-            times = [
-                self.costs.backward_s(self.index[x.path], rank, part.rows or 1.0) for x in layers
-            ]
-            total = sum(times)
-            return stage, sum(times[users[0] :]) / total if total else 1.0
-        return (stages[0] if stages else 0), 1.0
+    def _done(self, stage: StagePlan, rank: int, place: int) -> float:
+        """How much of a stage's backward is done with the Layer at `place`."""
+        part = self.part(stage.layers[0].taskgraph, rank) if stage.layers else NOTHING
+        times = [
+            self.costs.backward_s(self.index[x.path], rank, part.rows or 1.0) for x in stage.layers
+        ]
+        total = sum(times)
+        return sum(times[max(place, 0) :]) / total if total else 1.0
 
     def _held(self, rank: int) -> tuple[int, int]:
         """Bytes of parameters and of gradients; the same for all ranks of a role."""

@@ -39,9 +39,8 @@ from torch import nn
 
 from whale.engine.boxes import PLAIN
 from whale.engine.following import Following
-from whale.engine.loose_ends import hooked
-from whale.engine.rarely import rarely
 from whale.engine.tally import Tally
+from whale.engine.unchanged import Unchanged
 from whale.engine.weights import reachable
 from whale.errors import WhaleError
 from whale.runtime.compat import has_compiled_forward, uncompiled
@@ -187,8 +186,8 @@ class Face:
         self.copies = {path: parts[path] for path, _ in modules}
         each = [(path, module, parts[path]) for path, module in modules]
         self.following = Following(each, lambda path: not self._runs(path), self._tally)
-        self.tensors = [*model.named_parameters(), *model.named_buffers()]
-        self.note()
+        self.unchanged = Unchanged(model)
+        self._fresh = 0
         self.methods = [
             _Method(self, module, path, name) for path, module in modules for name in _METHODS
         ]
@@ -213,65 +212,22 @@ class Face:
                     module.__dict__[name] = dict(held)
         self.methods.clear()
         self.pairs.clear()
-        self.tensors.clear()
 
     def note(self) -> None:
-        """What the user's tensors look like now; they are those that train."""
+        """The user's tensors are those that train."""
         self._fresh = self.steps
-        self._looks = [_looks(tensor) for _, tensor in self.tensors]
-        self._samples = [_sample(tensor) for _, tensor in self.tensors]
-        self._hooks = [_hooks(user) for user, _ in self.pairs]
-        self._held = [_held(user) for user, _ in self.pairs]
-        self._members = [tuple(user._modules.values()) for user, _ in self.pairs]
-
-    def refuse_exchanged(self) -> None:
-        """A call with other tensors in the place of the model's (`torch.func.functional_call`)."""
-        for (user, _), held in zip(self.pairs, self._held, strict=True):
-            if _held(user) != held:
-                said = f"a {type(user).__name__} is called with other tensors than its own, where "
-                hint = "call a copy of the model made before wh.parallelize"
-                raise WhaleError(said + "the open step's trained ones would run", hint=hint)
+        self.unchanged.note()
 
     def follow(self) -> bool:
         """Takes over the user's flags; whether any was new. Refuses what a step cannot follow."""
         self.following.follow()
         changed = False
-        every = zip(self.pairs, self._hooks, self._members, self._held, strict=True)
-        for (user, local), hooks, members, held in every:
+        for user, local in self.pairs:
             if local.training is not user.training:
                 local.training = user.training
                 changed = True
-            if _hooks(user) != hooks:
-                raise WhaleError(
-                    f"a hook was put on a {type(user).__name__}, or taken off it, while a step is "
-                    "open, which trains a copy",
-                    hint="register hooks before wh.parallelize",
-                )
-            if tuple(user._modules.values()) != members:
-                raise WhaleError(
-                    f"a {type(user).__name__} has {len(user._modules)} modules in it now, other "
-                    f"than the {len(members)} it had when the model was parallelized: what trains "
-                    "is a copy",
-                    hint="leave modules out by a flag that the forward looks at, or step.save, "
-                    "step.close and parallelize again",
-                )
-            if _held(user) != held:
-                raise WhaleError(
-                    f"a {type(user).__name__} has other parameters or buffers than when the model "
-                    "was parallelized (register_buffer, register_parameter, a conversion): what "
-                    "trains is a copy",
-                    hint="change values in place through model.load_state_dict, pass what changes "
-                    "in the batch, or step.save, step.close and parallelize again",
-                )
-        for (name, tensor), look in zip(self.tensors, self._looks, strict=True):
-            if _looks(tensor) != look:
-                raise _changed(name, look, _looks(tensor))
+        self.unchanged.check()
         self.steps += 1
-        if rarely(self.steps):
-            # `tensor.data` is written to unseen: some elements tell, ever more rarely.
-            for (name, tensor), sample in zip(self.tensors, self._samples, strict=True):
-                if not torch.equal(_sample(tensor), sample):
-                    raise _changed(name, _looks(tensor), _looks(tensor))
         return changed
 
     def set(self, module: nn.Module, path: str, name: str, value: Any) -> None:
@@ -349,62 +305,6 @@ class Face:
         if key not in self._said:
             self._said.add(key)
             _LOG.warning("%s", text)
-
-
-def _held(module: nn.Module) -> tuple[int, ...]:
-    """Which tensors a module has, asked past the face."""
-    tables = (dict.values(module.__dict__[name]) for name in ("_parameters", "_buffers"))
-    return tuple(id(tensor) for table in tables for tensor in table)
-
-
-def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.requires_grad, tensor.dtype, tensor._version, hooked(tensor)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A few elements from all over it, by their bits."""
-    if tensor.is_meta or tensor.layout != torch.strided:
-        return torch.empty(0)
-    flat = tensor.detach().flatten()
-    taken = flat[:: max(1, flat.numel() // _SAMPLE)].clone()
-    return taken.view(torch.uint8) if taken.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-_SAMPLE = 256
-
-
-def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Of a module: which there are."""
-    return (
-        *module._forward_hooks,
-        *module._forward_pre_hooks,
-        *module._backward_hooks,
-        *module._backward_pre_hooks,
-    )
-
-
-def _changed(name: str, before: tuple[Any, ...], now: tuple[Any, ...]) -> WhaleError:
-    if before[0] != now[0]:
-        return WhaleError(
-            f"{name} has requires_grad={now[0]} now, {before[0]} when the model was parallelized",
-            hint="freeze parameters before wh.parallelize, or step.save, step.close and "
-            "parallelize again",
-        )
-    if before[1] != now[1]:
-        return WhaleError(
-            f"{name} is {now[1]} now, {before[1]} when the model was parallelized",
-            hint="convert the model before wh.parallelize, or train under torch.autocast",
-        )
-    if before[3] != now[3]:
-        return WhaleError(
-            f"a gradient hook was put on {name} while a step is open, which trains a copy",
-            hint="change gradients in the optimizer, or in the model with an autograd.Function",
-        )
-    return WhaleError(
-        f"{name} of the user's model was written to while a step is open, which trains a copy",
-        hint="load values with model.load_state_dict or step.load, or change the model before "
-        "wh.parallelize",
-    )
 
 
 _open: weakref.WeakSet[Face] = weakref.WeakSet()

@@ -26,10 +26,12 @@ from whale.engine.stages import CutStage, WholeStage, check_outputs, parts_of
 from whale.engine.weights import local_copy
 from whale.errors import PlanError
 from whale.ir.check import check_offers, check_order
-from whale.ir.homes import rank_buckets, sum_groups
+from whale.ir.homes import sum_groups
 from whale.ir.levels import level_groups
 from whale.ir.plan import Plan, SplitLayer
+from whale.ir.schedule import Action
 from whale.ir.sharding import Piece
+from whale.ir.updates import RankStep, rank_step
 from whale.nn.batch_norm import OwnBatchNorm, install_synced
 from whale.nn.deferred import WeightQueue
 from whale.nn.forwards import replace_forward
@@ -65,6 +67,8 @@ class Lowered:
     pieces: dict[str, Piece]
     context: StepContext
     groups: Groups
+    planned: RankStep
+    """What it does in a step."""
     grads: GradientBuckets
     executor: Executor
     device: torch.device
@@ -85,6 +89,7 @@ def lower(
     captured: Captured,
     loss: batches.Loss | None,
     *,
+    actions: Sequence[Action],
     rank: int,
     device: torch.device,
     seed: int,
@@ -95,7 +100,10 @@ def lower(
     trial: Trial | None = None,
     rehearsal: Rehearsal | None = None,
 ) -> Lowered:
-    """This rank's program for `plan`; the user's module stays as it is."""
+    """This rank's program for `plan`; the user's module stays as it is.
+
+    `actions` are those of its device group.
+    """
     if plan.model_hash != captured.graph.hash:
         raise PlanError(
             f"the plan is for model {plan.model_hash}, this model is {captured.graph.hash}",
@@ -130,8 +138,9 @@ def lower(
     stages = make_stages(plan, rank, local, captured, loss, outputs, surroundings, device, parts)
     trainable = frozenset(n for n, p in params.items() if p.requires_grad)
     mine = set(plan.stages_of(rank))
+    planned = rank_step(plan, rank, actions, trainable)
     grads = GradientBuckets(
-        rank_buckets(plan, rank, trainable),
+        planned.buckets,
         params,
         pieces,
         groups,
@@ -159,6 +168,7 @@ def lower(
         pieces=pieces,
         context=context,
         groups=groups,
+        planned=planned,
         grads=grads,
         executor=executor,
         device=device,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -122,14 +122,16 @@ class Outsiders:
         self.left = STEPS
 
     @contextmanager
-    def watching(self, executor: Executor) -> Iterator[None]:
-        """One step; costs nothing once all was seen."""
+    def watching(self, executor: Executor) -> Iterator[ExitStack]:
+        """One step, until the stack is closed; costs nothing once all was seen."""
         watched = self.left > 0
         self.left -= watched
         executor.before_backward = self._check if watched else None
-        with _Reads(self.named) if watched else nullcontext():
-            yield
         self.due = watched and self.num_stages > 1
+        with ExitStack() as stack:
+            if watched:
+                stack.enter_context(_Reads(self.named))
+            yield stack
 
     def after(self, executor: Executor) -> None:
         """Once this step's sums are there: ranks compare what they saw; all call it."""

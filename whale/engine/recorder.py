@@ -15,42 +15,25 @@ from torch import nn
 from whale.engine.program import tensors_in
 from whale.engine.step import Step
 from whale.ir.expand import SubAction, expand
-from whale.ir.homes import rank_buckets, sum_groups
+from whale.ir.homes import sum_groups
 from whale.ir.levels import all_level_groups
 from whale.ir.schedule import Action
+from whale.ir.updates import Update, completed_by
 from whale.nn.column_shard import ColumnShard
 
-Trace = list[Action | SubAction]
+Trace = list[Action | Update | SubAction]
 
 
 def planned_trace(step: Step) -> Trace:
     """The rank's actions with their sub-actions, from the Plan alone."""
-    plan, rank = step.plan, step.rank
-    trainable = frozenset(n for n, p in step._lowered.params.items() if p.requires_grad)
-    buckets = rank_buckets(plan, rank, trainable)
-    stages = {home.name: set(home.stages) & set(plan.stages_of(rank)) for home in plan.homes}
-    last = {a.stage: i for i, a in enumerate(step._actions) if a.kind in ("B", "W")}
+    planned = step.planned
     found: Trace = []
-    given = 0
-    for index, action in enumerate(step._actions):
+    for index, action in enumerate(planned.actions):
         found.append(action)
-        final = last.get(action.stage) == index
-        remaining = {s for s, i in last.items() if i > index}
-        complete = given
-        if final:
-            while complete < len(buckets) and all(
-                not stages[s.home.name] & remaining for s in buckets[complete].slices
-            ):
-                complete += 1
-        done = tuple(buckets[given:complete])
-        if action.kind == "W" and done:
-            found += [
-                SubAction(kind="reduce", name=str(given + i), ranks=b.sync.ranks)
-                for i, b in enumerate(done)
-                if len(b.sync.ranks) > 1
-            ]
-        found += expand(plan, rank, action, done, first_bucket=given)
-        given = complete
+        if isinstance(action, Action):
+            numbers = completed_by(planned.actions, index)
+            completed = {number: planned.buckets[number] for number in numbers}
+            found += expand(step.plan, step.rank, action, completed)
     return found
 
 

@@ -39,7 +39,8 @@ from whale.errors import WhaleError
 from whale.ir.measured import Measured
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
-from whale.nn.moe.layer import MoE
+from whale.ir.updates import Update
+from whale.nn.moe.layer import expert_counters
 from whale.runtime import batch as batches
 from whale.runtime.context import evaluation_step
 from whale.runtime.executor import Totals
@@ -81,7 +82,6 @@ class Step:
         loss: batches.Loss | None,
         optimizer: OptimizerFactory,
         config: Config,
-        actions: Sequence[Action],
         forward_actions: Sequence[Action],
         outputs: Mapping[str, Merge],
         batch: Any,
@@ -94,7 +94,8 @@ class Step:
         self.plan = plan
         self.rank = rank
         self._model, self._lowered, self._loss, self._config = model, lowered, loss, config
-        self._actions, self._forward_actions = actions, forward_actions
+        self.planned = lowered.planned
+        self._forward_actions = forward_actions
         self._outputs = dict(outputs)
         self._intake = Intake(batch, plan, lowered.device)
         names = frozenset(outputs)
@@ -167,7 +168,7 @@ class Step:
         """The settings it was made with."""
         return self._config
 
-    def _on_action(self, index: int, action: Action) -> None:
+    def _on_action(self, index: int, action: Action | Update) -> None:
         if self._heartbeat is not None:
             self._heartbeat.at(self.num_steps, index, str(action))
 
@@ -207,7 +208,7 @@ class Step:
         if variant is not None:
             self._lowered.executor.use(variant.stages, variant.program.specs, variant.origins)
 
-    def _run(self, taken: Taken, actions: Sequence[Action], *args: Any) -> Totals:
+    def _run(self, taken: Taken, actions: Sequence[Action | Update], *args: Any) -> Totals:
         """The actions on a batch."""
         lowered, executor = self._lowered, self._lowered.executor
         around = autocast(lowered.device, taken.signature.autocast)
@@ -273,21 +274,20 @@ class Step:
         clock = lowered.executor.clock
         clock.begin_step()
         self._store.begin()
-        sums = GlobalSums(self.plan.num_ranks, lowered.device)
         self._prepare(taken)
-        with self._outsiders.watching(lowered.executor):
-            totals = self._run(taken, self._actions, lowered.grads, sums.start)
-        self._kinds.after(taken.batch, taken.signature)
-        lowered.grads.wait()
-        numbers = sums.wait()
-        self._same_sizes.note(numbers)
-        self._outsiders.after(lowered.executor)
-        self._compare_branches(taken)
-        factor = gradient_factor(numbers) if self._divides else torch.ones_like(numbers[1])
-        metrics: dict[str, Any] = {"loss": mean_loss(numbers)}
-        norm = self._store.apply(factor, self._sum)
-        if norm is not None:
-            metrics["grad_norm"] = norm
+        sums = GlobalSums(self.plan.num_ranks, lowered.device)
+        metrics: dict[str, Any] = {}
+        with self._outsiders.watching(lowered.executor) as watched:
+
+            def begin_sums(_: Update) -> None:
+                sums.start(lowered.executor.totals)
+
+            def apply(update: Update) -> None:
+                watched.close()
+                metrics.update(self._apply(update, taken, sums))
+
+            updates = {"L": begin_sums, "G": self._store.reduce, "A": apply}
+            totals = self._run(taken, self.planned.actions, lowered.grads, updates)
         clock.end_step()
         self.num_steps += 1
         if self._config.guard:
@@ -297,6 +297,19 @@ class Step:
             self._guard.check({**buffers, **lowered.params}, self.num_steps)
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
+
+    def _apply(self, update: Update, taken: Taken, sums: GlobalSums) -> dict[str, Any]:
+        """Updates the weights of a group, once all that could refuse this step has looked."""
+        lowered = self._lowered
+        self._kinds.after(taken.batch, taken.signature)
+        self._store.wait()
+        numbers = sums.wait()
+        self._same_sizes.note(numbers)
+        self._outsiders.after(lowered.executor)
+        self._compare_branches(taken)
+        factor = gradient_factor(numbers) if self._divides else torch.ones_like(numbers[1])
+        norm = self._store.apply(update, factor, self._sum)
+        return {"loss": mean_loss(numbers), **({} if norm is None else {"grad_norm": norm})}
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
         if self.plan.num_ranks > 1:
@@ -326,7 +339,7 @@ class Step:
                 if self._recheck is not None:
                     self._recheck.before_evaluation(self.num_steps, taken.batch)
                 self._prepare(taken)
-                totals = self._run(taken, self._forward_actions, None)
+                totals = self._run(taken, self._forward_actions)
                 self._kinds.after(taken.batch, taken.signature)
             self._compare_branches(taken)
         finally:
@@ -381,7 +394,7 @@ class Step:
 
         `model(x)` asks this while the step is open.
         """
-        self._face.refuse_exchanged()
+        self._face.unchanged.refuse_exchanged()
         self._face.follow()
         return runnable(self.plan, self._lowered, self.rank, path)
 
@@ -401,13 +414,7 @@ class Step:
         Args:
             reset: Count anew from here.
         """
-        found = {}
-        for path, module in self._lowered.model.named_modules():
-            if isinstance(module, MoE):
-                found[path] = {name: value.clone() for name, value in module.counters().items()}
-                if reset:
-                    module.reset_counters()
-        return found
+        return expert_counters(self._lowered.model, reset=reset)
 
     # ---- predicted against measured -------------------------------------------------------------
 

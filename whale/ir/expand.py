@@ -7,7 +7,7 @@ made per role on demand: nothing is stored per rank or micro-batch (design, deci
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from whale.ir.homes import Bucket, sum_groups
@@ -15,6 +15,7 @@ from whale.ir.levels import level_groups
 from whale.ir.model_graph import SplitOption
 from whale.ir.plan import TRAVELLING, Plan, SplitLayer, StageLayer, StagePlan
 from whale.ir.schedule import Action
+from whale.ir.updates import completing_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,17 +230,9 @@ def _within(path: str, layer: str) -> bool:
 
 
 def expand(
-    plan: Plan,
-    rank: int,
-    action: Action,
-    buckets: tuple[Bucket, ...] = (),
-    *,
-    first_bucket: int = 0,
+    plan: Plan, rank: int, action: Action, completed: Mapping[int, Bucket] | None = None
 ) -> list[SubAction]:
-    """The inside of a forward or backward.
-
-    `buckets` are those this backward completes, by what they hold.
-    """
+    """The inside of a compute; `completed` are the buckets it completes, by number, in order."""
     stage = plan.stages[action.stage]
     if action.kind == "F":
         return [
@@ -247,29 +240,18 @@ def expand(
             for layer in stage.layers
             for sub in layer_actions(plan, rank, stage, layer, backward=False)
         ]
-    if action.kind not in ("B", "I"):
-        return []
-    found: list[SubAction] = []
-    waiting = [{s.home.name for s in bucket.slices} for bucket in buckets]
-    number = 0
-    layers = stage.layers
-    for index in range(len(layers) - 1, -1, -1):
-        found += layer_actions(plan, rank, stage, layers[index], backward=True)
-        earlier = {name for layer in layers[:index] for name in layer.params}
-        done = set(layers[index].params) - earlier
-        for names in waiting:
-            names -= done
-        while number < len(waiting) and not waiting[number]:
-            if len(buckets[number].sync.ranks) > 1:
-                found.append(_reduce(first_bucket + number, buckets[number]))
-            number += 1
-    found += [
-        _reduce(first_bucket + i, buckets[i])
-        for i in range(number, len(buckets))
-        if len(buckets[i].sync.ranks) > 1
+    completed = completed or {}
+    sums = [
+        (place, SubAction(kind="reduce", name=str(number), ranks=bucket.sync.ranks))
+        for place, (number, bucket) in zip(
+            completing_layers(stage, list(completed.values())), completed.items(), strict=True
+        )
+        if len(bucket.sync.ranks) > 1
     ]
-    return found
-
-
-def _reduce(number: int, bucket: Bucket) -> SubAction:
-    return SubAction(kind="reduce", name=str(number), ranks=bucket.sync.ranks)
+    found: list[SubAction] = []
+    if action.kind in ("B", "I"):
+        for index in range(len(stage.layers) - 1, -1, -1):
+            found += layer_actions(plan, rank, stage, stage.layers[index], backward=True)
+            found += [sub for place, sub in sums if place == index]
+        sums = [(place, sub) for place, sub in sums if not 0 <= place < len(stage.layers)]
+    return found + [sub for _, sub in sums]

@@ -256,7 +256,7 @@ def _built(
     )
     check_order(plan, graph)
     plan = replace(plan, groups=groups_of(plan))
-    plan = replace(plan, prices=price(plan, graph, costs, shares.binds))
+    plan = replace(plan, prices=price(plan, graph, costs, orders_of(plan.schedule), shares.binds))
     return predicted(plan)
 
 

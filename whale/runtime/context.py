@@ -14,6 +14,17 @@ from dataclasses import dataclass
 from whale.ir.virtual_device import VirtualDevice
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a computation is: kept with what a forward made, and set around its backward too."""
+
+    stage: int
+    micro_batch: int
+    micro_rows: int
+    first_row: int
+    rows: int
+
+
 @dataclass(slots=True)
 class StepContext:
     """The position of a rank in the step. `first_row` counts from the start of the global batch."""
@@ -27,6 +38,20 @@ class StepContext:
     rows: int = 0
     batch_rows: int = 0
     """Rows of the global batch."""
+
+    @property
+    def place(self) -> Place:
+        """Where it is now, to come back to."""
+        return Place(self.stage, self.micro_batch, self.micro_rows, self.first_row, self.rows)
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self.stage, self.micro_batch, self.micro_rows = (
+            place.stage,
+            place.micro_batch,
+            place.micro_rows,
+        )
+        self.first_row, self.rows = place.first_row, place.rows
 
 
 def evaluation_step(num_steps: int) -> int:

@@ -17,12 +17,13 @@ import torch
 from whale.errors import CaptureError, PlanError, WhaleError
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
+from whale.ir.updates import Update, completed_by
 from whale.ir.virtual_device import micro_batch_cuts
 from whale.runtime import batch as batches
 from whale.runtime import recompute, transfers
 from whale.runtime.clock import StepClock
 from whale.runtime.compat import is_fake
-from whale.runtime.context import StepContext, step_backward
+from whale.runtime.context import Place, StepContext, step_backward
 from whale.runtime.empty_rows import EmptyRows
 from whale.runtime.generators import untouched
 from whale.runtime.grads import GradientBuckets
@@ -37,6 +38,7 @@ from whale.runtime.weighing import NUMBERS, gradient_factor
 class _Flight:
     """One micro-batch between its forward and its backward on one stage."""
 
+    place: Place
     received: dict[int, torch.Tensor]
     outcome: Outcome
     nested: bool = False
@@ -65,6 +67,11 @@ class Totals:
     """[NUMBERS]: the sum of its parts' `Weighed.numbers`."""
     named: list[Part]
 
+    @staticmethod
+    def none(device: torch.device) -> Totals:
+        """Of nothing."""
+        return Totals(torch.zeros(NUMBERS, dtype=torch.float64, device=device), [])
+
 
 class Executor:
     """Runs steps of one rank."""
@@ -85,7 +92,7 @@ class Executor:
         self.borders, self.channels, self.context = borders, channels, context
         self.device = device
         self.queue = queue
-        self._deferred: dict[tuple[int, int], Sequence[WeightGradient]] = {}
+        self._deferred: dict[tuple[int, int], tuple[Place, Sequence[WeightGradient]]] = {}
         self.skips = skips
         """Stages that may be left out where a replica has no rows.
 
@@ -97,17 +104,28 @@ class Executor:
         """Where in the user's code each value that crosses is made."""
         self.around: Context = nullcontext
         """What every forward runs in: the caller's autocast."""
-        self.on_action: Callable[[int, Action], None] | None = None
+        self.on_action: Callable[[int, Action | Update], None] | None = None
         self.before_backward: Callable[[list[torch.Tensor], Iterable[torch.Tensor]], None] | None
         self.before_backward = None
         """Sees the roots of every backward, and what other stages sent for it."""
         self.used: dict[int, bool] = {}
         """By value that other stages sent, whether a gradient ever came back for it."""
         self.clock = StepClock(plan, rank, device)
+        self.totals = Totals.none(device)
+        """Of the run so far: complete once the last forward has run."""
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
         self._local: dict[tuple[str, int, int, int, int], torch.Tensor] = {}
-        self._gradients: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        self._handlers: dict[str, Callable[[Action], None]] = {
+            "F": self._forward_of,
+            "B": self._backward_of,
+            "I": self._input_gradients,
+            "W": self._weight_gradients,
+            "SF": self._send,
+            "SB": self._send,
+            "RF": self._post,
+            "RB": self._post,
+        }
 
     def use(
         self,
@@ -123,42 +141,40 @@ class Executor:
     def run(
         self,
         batch: Any,
-        actions: Sequence[Action],
-        grads: GradientBuckets | None,
-        after_forwards: Callable[[Totals], None] | None = None,
+        actions: Sequence[Action | Update],
+        grads: GradientBuckets | None = None,
+        updates: Mapping[str, Callable[[Update], None]] | None = None,
     ) -> Totals:
         """Runs `actions` on a global batch; without `grads` only forwards are meant to be in them.
 
-        `after_forwards` is called once this rank's last forward has run and been sent: the loss and
-        its count are complete then, well before the last backward.
+        `updates` do what is not a compute or a message, by kind.
         """
         total_rows = batches.num_rows(batch)
         self._cuts = micro_batch_cuts(total_rows, self.plan.num_micro_batch)
         self._batch, self._grads = batch, grads
         self.context.batch_rows = total_rows
-        self._totals = Totals(torch.zeros(NUMBERS, dtype=torch.float64, device=self.device), [])
-        last = {a.stage: i for i, a in enumerate(actions) if a.kind in ("B", "W")}
-        ends = {i: frozenset(s for s, j in last.items() if j > i) for i in last.values()}
-        forwards = max((i for i, a in enumerate(actions) if a.kind in ("F", "SF")), default=-1)
+        self.totals = Totals.none(self.device)
         for index, action in enumerate(actions):
             if self.on_action is not None:
                 self.on_action(index, action)
-            remaining = ends.get(index)
-            flight = self._flights.get((action.stage, action.micro_batch))
-            nested = flight is not None and flight.nested
-            if remaining is not None and grads is not None and not nested:
-                grads.arm(action.stage, remaining)
-            getattr(self, f"_do_{action.kind}")(action)
-            if remaining is not None and grads is not None:
-                grads.finish(action.stage, remaining)
-            if index == forwards and after_forwards is not None:
-                after_forwards(self._totals)
+            if isinstance(action, Update):
+                assert updates is not None
+                updates[action.kind](action)
+                continue
+            if grads is not None and action.kind in ("B", "W"):
+                self._arm(grads, action, completed_by(actions, index))
+            self._handlers[action.kind](action)
         self.channels.drain()
         self._flights.clear()
         self._arrivals.clear()
         self._local.clear()
-        self._gradients.clear()
-        return self._totals
+        return self.totals
+
+    def _arm(self, grads: GradientBuckets, action: Action, numbers: Sequence[int]) -> None:
+        """Lets sums begin while the backward runs that completes their buckets."""
+        flight = self._flights.get((action.stage, action.micro_batch))
+        if numbers and not (flight is not None and flight.nested):
+            grads.arm(action.stage, numbers)
 
     def _rows(self, stage: int, micro_batch: int) -> tuple[int, int, int]:
         """(micro-batch rows, first own row, end) of a stage on this rank."""
@@ -177,7 +193,7 @@ class Executor:
 
     # ---- compute --------------------------------------------------------------------------------
 
-    def _do_F(self, action: Action) -> None:  # noqa: N802
+    def _forward_of(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         module = self.stages[stage]
         rows, part = self._enter(stage, micro_batch)
@@ -208,12 +224,14 @@ class Executor:
         if outcome.loss is not None:
             _, shard = self.plan.stages[stage].virtual_device.position(self.rank)
             if shard == 0:
-                self._totals.sums += outcome.loss.numbers
+                self.totals.sums += outcome.loss.numbers
                 named = {name: _detached(value) for name, value in outcome.named.items()}
-                self._totals.named.append((self.context.first_row, rows, named))
+                self.totals.named.append((self.context.first_row, rows, named))
             outcome.named = {}
         if torch.is_grad_enabled():
-            self._flights[stage, micro_batch] = _Flight(received, outcome, nested)
+            self._flights[stage, micro_batch] = _Flight(
+                self.context.place, received, outcome, nested
+            )
         self._hand_over(stage, micro_batch, outcome)
 
     def _forward(
@@ -262,7 +280,7 @@ class Executor:
         }
         outcome = Outcome(values=values)
         if torch.is_grad_enabled():
-            self._flights[stage, micro_batch] = _Flight(received, outcome)
+            self._flights[stage, micro_batch] = _Flight(self.context.place, received, outcome)
         self._hand_over(stage, micro_batch, outcome)
 
     def _hand_over(self, stage: int, micro_batch: int, outcome: Outcome) -> None:
@@ -277,9 +295,10 @@ class Executor:
                 kept = made.clone() if target in self.stages else made
                 self._local["F", target, micro_batch, stage, value] = kept
 
-    def _do_B(self, action: Action) -> None:  # noqa: N802
+    def _backward_of(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         flight = self._flights.pop((stage, micro_batch))
+        self.context.place = flight.place
         module = self.stages[stage]
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
@@ -324,16 +343,17 @@ class Executor:
     def _seed(self, total: torch.Tensor) -> torch.Tensor:
         if not self.divides_ahead:
             return torch.ones_like(total)
-        return gradient_factor(self._totals.sums).to(total.dtype).reshape(total.shape)
+        return gradient_factor(self.totals.sums).to(total.dtype).reshape(total.shape)
 
-    def _do_I(self, action: Action) -> None:  # noqa: N802
-        self._do_B(action)
+    def _input_gradients(self, action: Action) -> None:
+        self._backward_of(action)
         assert self.queue is not None
-        self._deferred[action.stage, action.micro_batch] = self.queue.take()
+        works = self.queue.take()
+        self._deferred[action.stage, action.micro_batch] = self.context.place, works
 
-    def _do_W(self, action: Action) -> None:  # noqa: N802
+    def _weight_gradients(self, action: Action) -> None:
         begun = self.clock.begin_compute()
-        works = self._deferred.pop((action.stage, action.micro_batch))
+        self.context.place, works = self._deferred.pop((action.stage, action.micro_batch))
         last = {id(weight): index for index, work in enumerate(works) for weight in work.weights}
         for index, work in enumerate(works):
             if self._grads is not None:  # of a module that was called again, more is to come
@@ -349,24 +369,18 @@ class Executor:
             return self.stages[producer].outgoing.get(consumer, [])
         return self.stages[consumer].incoming.get(producer, [])
 
-    def _do_SF(self, action: Action) -> None:  # noqa: N802
+    def _ends(self, action: Action) -> tuple[str, int, int]:
+        """What a message carries (F: values, B: gradients), their producer and their consumer."""
         assert action.peer is not None
-        self._send("F", action.stage, action.peer, action.micro_batch)
+        kind = action.kind[1]
+        ends = (action.stage, action.peer)
+        producer, consumer = ends if action.kind in ("SF", "RB") else ends[::-1]
+        return kind, producer, consumer
 
-    def _do_SB(self, action: Action) -> None:  # noqa: N802
-        assert action.peer is not None
-        self._send("B", action.peer, action.stage, action.micro_batch)
-
-    def _do_RF(self, action: Action) -> None:  # noqa: N802
-        assert action.peer is not None
-        self._post("F", action.peer, action.stage, action.micro_batch)
-
-    def _do_RB(self, action: Action) -> None:  # noqa: N802
-        assert action.peer is not None
-        self._post("B", action.stage, action.peer, action.micro_batch)
-
-    def _send(self, kind: str, producer: int, consumer: int, micro_batch: int) -> None:
-        """Sends the values (F) or gradients (B) of one edge, value by value, peer by peer."""
+    def _send(self, action: Action) -> None:
+        """Sends the values or gradients of one edge, value by value, peer by peer."""
+        kind, producer, consumer = self._ends(action)
+        micro_batch = action.micro_batch
         source = self.plan.stages[producer].virtual_device
         target = self.plan.stages[consumer].virtual_device
         own, other = (producer, consumer) if kind == "F" else (consumer, producer)
@@ -385,8 +399,10 @@ class Executor:
                     part = tensor.narrow(border.batch_dim, (low - start) * border.factor, size)
                 self.channels.send(part, piece.peer)
 
-    def _post(self, kind: str, producer: int, consumer: int, micro_batch: int) -> None:
+    def _post(self, action: Action) -> None:
         """Posts the receives of one edge."""
+        kind, producer, consumer = self._ends(action)
+        micro_batch = action.micro_batch
         source = self.plan.stages[producer].virtual_device
         target = self.plan.stages[consumer].virtual_device
         own, other = (consumer, producer) if kind == "F" else (producer, consumer)

@@ -7,7 +7,7 @@ the division by the global count happens once, afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -58,6 +58,8 @@ class _Filled:
         self.names = frozenset(s.home.name for s in bucket.slices)
         self.waiting: set[str] = set()
         self.work: Work | HalfWork | None = None
+        self.armed = False
+        """Whether the backward that completes it runs, or has run."""
         self.launched = False
 
     def cuts(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
@@ -91,7 +93,7 @@ class GradientBuckets:
 
     def __init__(
         self,
-        buckets: list[Bucket],
+        buckets: Sequence[Bucket],
         params: dict[str, nn.Parameter],
         pieces: dict[str, Piece],
         groups: Groups,
@@ -121,17 +123,21 @@ class GradientBuckets:
                 for piece, view in zip(item.bucket.slices, item.views, strict=False)
                 if piece.span is None
             }
-        self._finals: dict[tuple[int, frozenset[int]], tuple[str, ...]] = {}
-        self.armed: set[str] = set()
+        self._shared = [
+            name for name, items in self.of_param.items() if any(item.reduces for item in items)
+        ]
+        """Parameters that other ranks contribute to."""
+        self._own = [name for name in self.of_param if name not in set(self._shared)]
+        """The others: nobody waits for their gradients, so nothing looks at them as they come."""
         self.touched: set[str] = set()
         """Parameters that got a gradient in this step, on this rank."""
         self.unfinished: frozenset[int] = frozenset()
-        """Ids of parameters whose gradient, though it is the last backward, is yet in parts."""
+        """Ids of parameters of which the compute that runs has more to add."""
         self.next = 0
         self.on_launch: Callable[[int], None] | None = None
         self._hooks = [
             params[name].register_post_accumulate_grad_hook(self._hook(name))
-            for name in self.of_param
+            for name in self._shared
         ]
 
     def close(self) -> None:
@@ -165,19 +171,20 @@ class GradientBuckets:
                 param.grad = grad = grad.to_dense()
             if view is not None and grad is not view:
                 param.grad = view.copy_(grad)
-            if name in self.armed and id(param) not in self.unfinished:
-                self.ready(name)
+            if id(param) not in self.unfinished:
+                for item in shared:
+                    item.waiting.discard(name)
+                self._launch_complete()
 
         return accumulated
 
     def begin(self) -> None:
         """Before a step: no gradients, nothing launched."""
         for item in self.filled:
-            item.waiting = set(item.names)
-            item.work, item.launched = None, False
+            item.waiting = set()
+            item.work, item.armed, item.launched = None, False, False
         for name in self.of_param:
             self.params[name].grad = None
-        self.armed.clear()
         self.touched.clear()
         self.next = 0
 
@@ -193,38 +200,35 @@ class GradientBuckets:
             elif param.grad is None:
                 param.grad = torch.zeros_like(param)
 
-    def _final(self, stage: int, remaining: frozenset[int]) -> tuple[str, ...]:
-        """Parameters whose last gradient comes with the last backward of `stage`."""
-        key = (stage, remaining)
-        if key not in self._finals:
-            self._finals[key] = tuple(
-                name
-                for name in self.of_param
-                if stage in self.stages[name] and not self.stages[name] & remaining
-            )
-        return self._finals[key]
+    def arm(self, stage: int, numbers: Collection[int]) -> None:
+        """The backward about to run is `stage`'s, and completes these buckets.
 
-    def arm(self, stage: int, remaining: frozenset[int]) -> None:
-        """The backward about to run is the last of `stage`; its gradients are final when they come.
-
-        `remaining` are stages of this rank that still have a backward to run.
+        A bucket's sum begins as soon as what it waits for has come, while the backward still runs.
         """
-        self.armed.update(self._final(stage, remaining))
+        for number in numbers:
+            item = self.filled[number]
+            here = {name for name in item.names if stage in self.stages[name]}
+            self._wait_for(item, here if item.reduces else set())
+        self._launch_complete()
 
-    def finish(self, stage: int, remaining: frozenset[int]) -> None:
-        """After the last backward of `stage`: what got no gradient in it is final too."""
-        for name in self._final(stage, remaining):
-            self.ready(name)
+    def reduce(self, number: int) -> None:
+        """A bucket is complete: what has no gradient by now gets none."""
+        self._wait_for(self.filled[number], set())
+        self._launch_complete()
 
-    def ready(self, name: str) -> None:
-        """A gradient is final: launches the complete buckets, in the order all ranks share."""
-        self.armed.discard(name)
-        if name not in self.touched:
+    def _wait_for(self, item: _Filled, names: set[str]) -> None:
+        """Of a bucket, these alone may still get a gradient."""
+        item.armed, item.waiting = True, names
+        for name in item.names - names - self.touched if item.reduces else ():
             self._contribute_nothing(name)
-        for item in self.of_param[name]:
-            item.waiting.discard(name)
-        while self.next < len(self.filled) and not self.filled[self.next].waiting:
-            self._launch(self.filled[self.next])
+
+    def _launch_complete(self) -> None:
+        """In the order that all ranks share; those that nobody else has are in nobody's way."""
+        while self.next < len(self.filled):
+            item = self.filled[self.next]
+            if item.reduces and (not item.armed or item.waiting):
+                return
+            self._launch(item)
             self.next += 1
 
     def _contribute_nothing(self, name: str) -> None:
@@ -232,7 +236,7 @@ class GradientBuckets:
         view, param = self._views.get(name), self.params[name]
         if view is not None:
             param.grad = view.zero_()
-        elif param.grad is None and any(item.reduces for item in self.of_param[name]):
+        elif param.grad is None:
             param.grad = torch.zeros_like(param)
 
     def _launch(self, item: _Filled) -> None:
@@ -252,6 +256,12 @@ class GradientBuckets:
 
     def wait(self) -> None:
         """All reductions done and every gradient in place."""
+        for name in self._own:
+            grad = self.params[name].grad
+            if grad is not None:
+                self.touched.add(name)
+                if grad.is_sparse:
+                    self.params[name].grad = grad.to_dense()
         for item in self.filled:
             assert item.launched, "a bucket was never complete"
             if item.work is not None:

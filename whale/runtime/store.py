@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from whale.ir.updates import Update
 from whale.runtime.absent import Presence
 from whale.runtime.grads import GradientBuckets
 from whale.runtime.optimizer import check_no_hooks, check_parameters, has_hooks, is_torchs
@@ -59,12 +60,21 @@ class ParameterStore:
         """Before a step."""
         self.grads.begin()
 
-    def apply(self, factor: torch.Tensor, add: Add) -> torch.Tensor | None:
-        """Updates the parameters by the gradients, which are summed by now, times `factor`.
+    def reduce(self, update: Update) -> None:
+        """A bucket of gradients is complete: its sum over ranks begins, if it has not."""
+        self.grads.reduce(update.number)
+
+    def wait(self) -> None:
+        """All sums are there."""
+        self.grads.wait()
+
+    def apply(self, update: Update, factor: torch.Tensor, add: Add) -> torch.Tensor | None:
+        """Updates a group's parameters by their gradients, which are summed by now, times `factor`.
 
         Returns:
             The norm of all gradients before it was clipped, where it is.
         """
+        assert update.number == 0, "there is one apply group"
         grads, norm = self.grads, None
         flags = self._presence.flags(grads.touched)
         squares = grads.square_sum(self.device) if self.max_norm is not None else factor

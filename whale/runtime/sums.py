@@ -22,22 +22,15 @@ class GlobalSums:
         self.num_ranks = num_ranks
         self.numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=device)
         self.work: dist.Work | None = None
-        self.started = False
 
     def start(self, totals: Totals) -> None:
-        """This rank's part is complete."""
+        """This rank's part is complete: zeros where it runs nothing."""
         self.numbers = totals.sums.clone()
-        self._launch()
-
-    def _launch(self) -> None:
-        self.started = True
         if self.num_ranks > 1:
             self.work = dist.all_reduce(self.numbers, async_op=True)
 
     def wait(self) -> torch.Tensor:
-        """The numbers of the global batch; a rank that ran nothing adds zeros."""
-        if not self.started:
-            self._launch()
+        """The numbers of the global batch."""
         if self.work is not None:
             self.work.wait()
         return self.numbers

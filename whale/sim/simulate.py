@@ -19,6 +19,7 @@ from whale.ir.device_types import device_type
 from whale.ir.plan import Plan
 from whale.ir.prices import Prices, StagePrice
 from whale.ir.schedule import Action
+from whale.ir.updates import last_backwards
 from whale.sim.finish import Runner, Sum, finish
 from whale.sim.messages import Messages
 from whale.sim.report import DeviceReport, Event, MemoryParts, Report
@@ -46,7 +47,12 @@ class _Lane:
     compute_s: float = 0.0
     held: float = 0.0
     curve: list[tuple[float, float]] = field(default_factory=list)
+    last: dict[int, int] = field(init=False)
+    """By stage, the place of the compute that makes the last of its gradients."""
     last_backward: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.last = last_backwards(self.queue)
 
 
 def simulate(plan: Plan, orders: Orders, *, title: str = "", events: bool = True) -> Report:
@@ -176,7 +182,7 @@ class _Simulation:
         kind = "B" if action.kind == "I" else action.kind
         self.done[kind, action.stage, action.micro_batch, lane.replica] = end
         self._hold(lane, action, price, start, end)
-        if kind == "B":
+        if lane.position == lane.last.get(action.stage):
             lane.last_backward[action.stage] = (start, end)
         if self.keep and seconds:
             self._event(lane.ranks, action.kind, str(action), start, end, action)

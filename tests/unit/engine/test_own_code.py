@@ -87,8 +87,8 @@ def test_a_plan_may_not_split_what_the_code_reads_whole():
     captured = capture(reading, batch, own_code.loss)
     with pytest.raises(PlanError, match="head.*does not allow.*own_code.py"):
         lower(
-            reading, plan, captured, own_code.loss, rank=0, device=torch.device("cpu"), seed=0,
-            timeout=None,  # type: ignore[arg-type]
+            reading, plan, captured, own_code.loss, actions=[], rank=0, device=torch.device("cpu"),
+            seed=0, timeout=None,  # type: ignore[arg-type]
         )  # fmt: skip
 
 

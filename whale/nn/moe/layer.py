@@ -368,3 +368,14 @@ def _check_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
             f"MoE: {name} = {value!r}; allowed: {', '.join(map(repr, allowed))}",
             hint=f"choose one of them for {name}",
         )
+
+
+def expert_counters(model: nn.Module, *, reset: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """`counters` of every MoE in a model, by path; with `reset` they count anew from here."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, MoE):
+            found[path] = {name: value.clone() for name, value in module.counters().items()}
+            if reset:
+                module.reset_counters()
+    return found

@@ -70,6 +70,7 @@ def test_so_is_a_plan_made_for_another_order() -> None:
             made,
             captured,
             nn.functional.mse_loss,
+            actions=[],
             rank=0,
             device=torch.device("cpu"),
             seed=0,
