@@ -7,6 +7,7 @@ of every value, the FLOPs per row, and the constants of the glue that grow with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ from whale.runtime import generators, recompute
 from whale.runtime.compat import fake_mode, in_transform, unchecked_distributions
 
 ROWS = (2, 3)
+_MOST_ROWS = 256
+"""Of a run on as many rows as there really are: code may loop over them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +79,8 @@ class Captured:
     """Paths of all modules that were called."""
     traces: dict[str, str]
     """Of each Layer that may be split, a fingerprint of its code."""
+    read: frozenset[str]
+    """Parameters that any code reads."""
     counted: CaptureError | None = None
     """Why stages cannot run it: the glue reads what it changes itself."""
     moved: Moved = field(default_factory=dict)
@@ -100,8 +105,12 @@ def _run_there(
     training: bool,
     seen: Seen,
     evaluates: bool = False,
+    offers: bool = False,
 ) -> Run:
-    """One run on fakes of `rows` rows; `seen` says which Layers there are, and learns of calls."""
+    """One run on fakes of `rows` rows; `seen` says which Layers there are, and learns of calls.
+
+    Whether Layers are asked what they offer: in that of the fewest rows, and where told to.
+    """
     with generators.seeded(0) as asked, fake_mode(), computed_by(model, shapes_only):
         fake, names, values = fake_copy(model)
         if evaluates:
@@ -112,7 +121,7 @@ def _run_there(
         give_shapes(fake)
         inputs = fake_batch(batch, rows)
         run = Run.empty()
-        run.asked = asked
+        run.asked, run.rows = asked, rows
         tracer = GlueTracer(batches.leaves(inputs), names, model)
         add_constants(tracer, values)
         run.calls = tracer.recorder.calls
@@ -128,8 +137,7 @@ def _run_there(
         _watch_dropouts(fake, tracer.recorder, counter)
         _watch_queues(fake, run)
         modules = dict(fake.named_modules(remove_duplicate=False))
-        # What a Layer offers does not depend on the rows: one run tells.
-        offering = split_layers if rows == ROWS[0] else set()
+        offering = split_layers if offers or rows == ROWS[0] else set()
         for path in seen.layers:
             layer = modules[path]
             inner, real = take_hooks(layer), model.get_submodule(path)
@@ -316,12 +324,16 @@ def capture(
     training: bool = True,
     grad: bool = True,
     layers: Collection[str] | None = None,
+    rows: int | None = None,
 ) -> Captured:
     """The ModelGraph of an annotated model; nothing of the model is changed or materialised.
 
     A model in eval mode is seen as it trains, unless not `training`; without `grad`, as it is
-    evaluated. The Layers are found, unless given.
+    evaluated. The Layers are found, unless given. `rows` are those of the batch that is to run, if
+    they are not those of `batch`.
     """
+    if rows is None:
+        rows = batches.num_rows(batch)
     modules = dict(model.named_modules(remove_duplicate=False))
     found = find_layers(model) if layers is None else {path: modules[path] for path in layers}
     with generators.kept():
@@ -329,7 +341,7 @@ def capture(
             seen = Seen(found, grad)
             refused: CaptureError | None = None
             try:
-                captured = _capture(model, batch, loss, training, found, seen)
+                captured = _capture(model, batch, loss, training, found, seen, rows)
             except CaptureError as error:
                 refused = error
             other = open_uncalled(found, seen.called) if layers is None else None
@@ -350,6 +362,7 @@ def _capture(
     training: bool,
     layers: dict[str, nn.Module],
     seen: Seen,
+    rows: int,
 ) -> Captured:
     loss = spare_loss(loss)
     tags = layer_tags(model, layers)
@@ -386,13 +399,18 @@ def _capture(
     if program is not None and first.moved:
         moved = next(iter(first.moved.values()))
         counted = _counted(model, batch, loss, program, training, seen, moved)
-    evaluated = _evaluated(model, batch, loss, considered, seen) if considered else None
+    others: dict[str, Run] = {}
+    if considered:
+        many = _no_size(model, batch, rows)
+        others["in evaluation"] = _other(model, batch, loss, considered, seen, many, evaluates=True)
+        if many not in ROWS:
+            others[f"for {many} rows"] = _other(model, batch, loss, considered, seen, many)
     examples = {
         path: example
         for path, call in first.examples.items()
         if path in second.examples and (example := example_of(call, second.examples[path], ROWS))
     }
-    graph = graph_of(model, layers, tags, first, second, program, examples, ROWS, evaluated)
+    graph = graph_of(model, layers, tags, first, second, program, examples, ROWS, others)
     return Captured(
         graph=graph,
         program=program,
@@ -403,6 +421,7 @@ def _capture(
         changes=first.changes,
         called=frozenset(seen.called),
         traces=first.traces,
+        read=frozenset(name for run in (first, *others.values()) for name in run.reads),
         counted=counted,
         moved=first.moved,
     )
@@ -459,12 +478,36 @@ def trace(
     return program
 
 
-def _evaluated(
-    model: nn.Module, batch: Any, loss: batches.Loss | None, split_layers: set[str], seen: Seen
+def _other(
+    model: nn.Module,
+    batch: Any,
+    loss: batches.Loss | None,
+    split_layers: set[str],
+    seen: Seen,
+    rows: int,
+    *,
+    evaluates: bool = False,
 ) -> Run:
-    """A run in evaluation, whose code may be another; up to where it does not run on fakes."""
-    seen = Seen(seen.layers, seen.grad)
-    return _run(model, batch, loss, ROWS[0], split_layers, True, False, seen, evaluates=True)
+    """A run whose code may be another: in evaluation, or on as many rows as there really are.
+
+    Up to where it does not run on fakes.
+    """
+    seen = Seen(seen.layers, seen.grad and not evaluates)
+    try:
+        return _run(
+            model, batch, loss, rows, split_layers, True, False, seen, evaluates, offers=True
+        )
+    except WhaleError:
+        raise
+    except Exception:  # noqa: BLE001 - the user's code; what runs there says so
+        return Run.empty()
+
+
+def _no_size(model: nn.Module, batch: Any, rows: int) -> int:
+    """As many rows, or a few more, so that no other size looks like them; not very many."""
+    sizes = {size for tensor in model.parameters() for size in tensor.shape}
+    sizes |= {size for tensor in batches.leaves(batch) for size in tensor.shape[1:]}
+    return next(n for n in itertools.count(min(max(rows, ROWS[0]), _MOST_ROWS)) if n not in sizes)
 
 
 def _untraced(

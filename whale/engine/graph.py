@@ -7,6 +7,7 @@ what grows with the batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,6 +77,7 @@ class Run:
     """Layers that have no run on fakes: known is what they give."""
     traces: dict[str, str] = field(default_factory=dict)
     """By Layer, a fingerprint of its code."""
+    rows: int = 0
 
     @classmethod
     def empty(cls) -> Run:
@@ -97,9 +99,13 @@ def graph_of(
     program: Program | None,
     examples: dict[str, Example],
     rows: tuple[int, int],
-    evaluated: Run | None = None,
+    others: Mapping[str, Run] | None = None,
 ) -> ModelGraph:
-    """The ModelGraph from two runs with different numbers of rows, and maybe one in evaluation."""
+    """The ModelGraph from two runs with different numbers of rows.
+
+    `others` are runs whose code may be another, by when it runs: it must allow what is offered.
+    """
+    others = others or {}
     order = first.order + [path for path in layers if path not in first.order]
     groups = _taskgraphs(order, tags)
     by_name = dict(model.named_parameters())
@@ -111,15 +117,16 @@ def graph_of(
     for path in order:
         offered = first.options.get(path, ())
         reasons = first.reasons.get(path, {})
-        if any(path in run.transformed for run in (first, evaluated) if run is not None):
+        if any(path in run.transformed for run in (first, *others.values())):
             offered, reasons = (), {path: "it is called inside torch.func"}
         offers = Offers(path=path, options=offered, layers=held)
         options, whole = offers.without_readers(first.reads)
-        if evaluated is not None and path in evaluated.options:
-            options, whole = _in_both(offers, options, whole, evaluated)
-        elif evaluated is not None:  # evaluation may pass it by, and call its parts
-            options, why = replace(offers, options=options).without_readers(evaluated.reads)
-            whole = (*whole, *why)
+        for when, run in others.items():
+            if path in run.options:
+                options, whole = _in_both(offers, options, whole, run, when)
+            else:  # it may be passed by there, and its parts called
+                options, why = replace(offers, options=options).without_readers(run.reads)
+                whole = (*whole, *why)
         meets = meets_of(layers[path], path, first)
         found = costs(first.work.get(path, Counts()), second.work.get(path, Counts()), rows)
         shapes = example.shapes if (example := examples.get(path)) is not None else []
@@ -128,7 +135,7 @@ def graph_of(
             return replace(
                 without_unread(option, path, program, first.result),
                 dims=_batch_dims(option, first, second, rows),
-                joined=_joined(option, path, program, layers, rows[0], evaluated),
+                joined=_joined(option, path, program, layers, rows[0], others.values()),
                 meets_before=_meets_before(option, list(meets), first),
                 copies=_copies(option, first),
                 read=_nbytes(option, 0, by_name, first, second, rows),
@@ -171,19 +178,21 @@ _ALONE = ("column", "row", "conv", "embedding")
 
 
 def _in_both(
-    offers: Offers, options: tuple[SplitOption, ...], whole: tuple[str, ...], evaluated: Run
+    offers: Offers,
+    options: tuple[SplitOption, ...],
+    whole: tuple[str, ...],
+    other: Run,
+    when: str,
 ) -> tuple[tuple[SplitOption, ...], tuple[str, ...]]:
-    """The options that the code of evaluation allows too."""
-    there, why = replace(offers, options=evaluated.options[offers.path]).without_readers(
-        evaluated.reads
-    )
+    """The options that the code of another run allows too."""
+    there, why = replace(offers, options=other.options[offers.path]).without_readers(other.reads)
     allowed = {(o.rule, o.path, o.params) for o in there}
     cut = {module for o in there for module in o.modules}
     # By rows a bias is whole, by columns it is cut: who reads it there is asked of each.
-    unread, read = replace(offers, options=options).without_readers(evaluated.reads)
+    unread, read = replace(offers, options=options).without_readers(other.reads)
     alone = {(o.rule, o.path, o.params) for o in unread if set(o.modules) <= cut}
     kept = tuple(
-        replace(o, instead=tuple(x for x in o.instead if offers.unread(x, evaluated.reads)))
+        replace(o, instead=tuple(x for x in o.instead if offers.unread(x, other.reads)))
         for o in options
         # A module split alone has whole inputs and outputs: it may be in a pair there.
         if (o.rule, o.path, o.params) in allowed
@@ -192,7 +201,7 @@ def _in_both(
     why = (*why, *read)
     left = {(o.rule, o.path, o.params) for o in kept}
     lost = tuple(
-        f"{o.path} is not split by {o.unit}: in evaluation its code is another"
+        f"{o.path} is not split by {o.unit}: {when} its code is another"
         for o in options
         if (o.rule, o.path, o.params) not in left and not why
     )
@@ -205,15 +214,15 @@ def _joined(
     program: Program | None,
     layers: dict[str, nn.Module],
     rows: int,
-    evaluated: Run | None,
+    others: Iterable[Run],
 ) -> str:
-    """What becomes of its output, where training and evaluation agree."""
+    """What becomes of its output, where all runs agree."""
     found = joined(option, path, program, layers, rows)
-    if found != "loss" or evaluated is None:
-        return found
-    same = next((o for o in evaluated.options.get(path, ()) if o.path == option.path), None)
-    there = same and joined(same, path, evaluated.program, layers, rows)
-    return "loss" if there == "loss" else "gather"
+    for other in others if found == "loss" else ():
+        same = next((o for o in other.options.get(path, ()) if o.path == option.path), None)
+        if same is None or joined(same, path, other.program, layers, other.rows) != "loss":
+            return "gather"
+    return found
 
 
 def meets_of(layer: nn.Module, path: str, run: Run) -> dict[str, str]:

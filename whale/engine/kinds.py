@@ -43,8 +43,9 @@ from whale.runtime.compat import compiled_parts
 from whale.runtime.outputs import Merge
 from whale.runtime.signature import Context, Signature
 
-Judge = Callable[[ModelGraph, frozenset[str]], None]
-"""Raises where the modules that were called no longer offer what the plan splits."""
+Judge = Callable[[ModelGraph, frozenset[str], frozenset[str]], None]
+"""Raises where the modules that were called no longer offer what the plan splits, or parameters
+that are read are a rank's part."""
 
 _FIRST = 4
 """Batches of which each is looked at where the model counts them; then the 8th, 16th, ..."""
@@ -130,6 +131,8 @@ class Kinds:
         self._seen: set[Hashable] = set()
         self._values: set[Hashable] = set()
         self._sizes = self._uses = 0
+        self._rows = dict.fromkeys((True, False), batches.num_rows(example))
+        """The most rows of a batch to train on, and to evaluate."""
         self._joined = exact_buffers(model)
         self._start = counters.read(running, self._joined)
         self._counting: set[str] = set()
@@ -162,7 +165,8 @@ class Kinds:
         late = late or (self.again and self._uses in _AGAIN)
         if self.again and self._novelty[signature.training].is_new(batch.data, _FIRST):
             late = True
-        new = self._is_new(_Kind(signature, settings, flags_of(self.running)))
+        kind = _Kind(signature, settings, flags_of(self.running))
+        new = self._is_new(kind) or self._is_more(batch.total_rows, signature.training)
         if not new and not late:
             return
         self._known = {(t, stage) for t, stage in self._known if t != signature.training}
@@ -194,6 +198,12 @@ class Kinds:
             return rarely(self._sizes, _SIZES)
         self._values.add(kind.values)
         return True
+
+    def _is_more(self, rows: int, training: bool) -> bool:
+        """Whether a batch has more rows than any before: code inside a split may look at them."""
+        known = self._rows.get(training, 0)
+        self._rows[training] = max(rows, known)
+        return self.splits and rows > known
 
     def _moved(self) -> bool:
         """Whether forwards have changed numbers or words in the running copy."""
@@ -304,9 +314,10 @@ class Kinds:
                 training=False,
                 grad=grad,
                 layers=self.layers,
+                rows=batch.total_rows,
             )
             if self.splits and judges:
-                self.judge(captured.graph, captured.called)
+                self.judge(captured.graph, captured.called, captured.read)
             look(
                 self.model,
                 data,

@@ -22,6 +22,7 @@ from whale.engine.changes import (
     refuse_by_rows,
     refuse_cut,
 )
+from whale.engine.choices import check_choices
 from whale.engine.parts import check_parts
 from whale.engine.relay import check_relay
 from whale.ir.plan import Plan
@@ -84,6 +85,7 @@ def look(
         changes = replace(changes, names=changes.names | trial.written)
     refuse_cut(plan, changes)
     check_relay(model, batch, loss, plan, captured, training=training)
+    check_choices(model, batch, loss, plan, training=training)
     if training:
         check_backwards(model, batch, loss, plan)
     return Looked(changes=changes, trial=trial)

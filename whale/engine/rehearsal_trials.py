@@ -7,17 +7,17 @@ choices that reach all of them. Every rank finds the same trials in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from whale.engine.calls import calls_of
 from whale.engine.capture import Captured
 from whale.engine.examples import Example, TensorShape
-from whale.engine.program import tensors_in, tree_map, visit
-from whale.engine.stillness import Still, as_before
+from whale.engine.program import tensors_in, visit
 from whale.engine.trace import is_cache
 from whale.ir.plan import Plan, TaskGraphPlan
 from whale.nn.moe.stacked import matrices, plain_activation
@@ -73,7 +73,7 @@ def find_trials(
     replicas = max(len(s.virtual_device.replicas) for s in plan.stages)
     rows = min(batches.num_rows(batch), 2 * replicas + 1)
     stacked = {s.path for t in plan.taskgraphs for s in t.splits if s.rule == "stacked experts"}
-    calls = _calls(model, set(wanted) | stacked, batch, loss, rows, notes)
+    calls = calls_of(model, set(wanted) | stacked, batch, loss, rows, notes)
     trials = []
     for paths, (path, (taskgraph, how)) in zip(kinds.values(), wanted.items(), strict=True):
         layer, example = model.get_submodule(path), captured.examples.get(path)
@@ -177,44 +177,6 @@ def _hides_tensors(arguments: Any) -> bool:
         if not isinstance(leaf, torch.Tensor | nn.Module) and not is_cache(leaf)
     ]
     return any(tensors_in(dict(attributes)) for attributes in held)
-
-
-def _calls(
-    model: nn.Module,
-    paths: set[str],
-    batch: Any,
-    loss: batches.Loss | None,
-    rows: int,
-    notes: list[str],
-) -> dict[str, tuple[Any, Any]]:
-    """What the user's model gives these Layers for a few rows of the batch."""
-    if any(t.is_meta for t in (*model.parameters(), *batches.leaves(batch))):
-        return {}
-    calls: dict[str, tuple[Any, Any]] = {}
-    handles = []
-
-    def look(path: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            # A key-value cache keeps what it saw: a second run would go on from there.
-            bare = tree_map((args, kwargs), lambda leaf: None if is_cache(leaf) else leaf)
-            calls.setdefault(path, bare)
-
-        return hook
-
-    where = next((p.device for p in model.parameters()), torch.device("cpu"))
-    try:
-        with as_before(model, loss), Still(), torch.no_grad():
-            for path in sorted(paths):
-                module = model.get_submodule(path)
-                handles.append(module.register_forward_pre_hook(look(path), with_kwargs=True))
-            few = batches.own(batches.spread_rows(batch, rows, where))
-            batches.call_model(model, loss, few)
-    except Exception as error:  # noqa: BLE001 - the first step will say it better
-        notes.append(f"the model did not run on {rows} rows: {type(error).__name__}: {error}"[:200])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
 
 
 def _stacked_trials(

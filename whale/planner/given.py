@@ -76,12 +76,20 @@ def _check(plan: Plan, graph: ModelGraph) -> None:
     _check_schedule(plan)
 
 
-def check_kind(plan: Plan, graph: ModelGraph, called: frozenset[str]) -> None:
+def check_kind(plan: Plan, graph: ModelGraph, called: frozenset[str], read: frozenset[str]) -> None:
     """Raises where code that runs on another kind of batch does not allow what the plan splits.
 
-    Modules that it does not call are nobody's concern.
+    Modules that it does not call are nobody's concern, unless it reads their parameters.
     """
     check_offers(plan, graph, called)
+    for split in (s for t in plan.taskgraphs for s in t.splits if not s.is_in(called)):
+        names = sorted(read & {name for name, _ in split.params})
+        if names:
+            raise PlanError(
+                f"the plan splits {split.path}, which is not called here, and {names[0]} is read, "
+                "of which a rank holds a part",
+                hint="call the module, or leave it out of `split`",
+            )
     stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
     chosen = {
         t.index: [_option(t, s, graph, alone=True) for s in t.splits if s.is_in(called)]
