@@ -81,6 +81,8 @@ class Captured:
     """Of each Layer that may be split, a fingerprint of its code."""
     read: frozenset[str]
     """Parameters that any code reads."""
+    differentiates: bool = False
+    """Whether a forward asks for gradients itself."""
     counted: CaptureError | None = None
     """Why stages cannot run it: the glue reads what it changes itself."""
     moved: Moved = field(default_factory=dict)
@@ -159,7 +161,7 @@ def _run_there(
                 with (
                     tracer,
                     tracer.functions(),
-                    suppress(Exception) if evaluates else nullcontext(),
+                    suppress(Exception) if offers else nullcontext(),
                 ):
                     out = batches.call_model(fake, tracer.noting(loss), inputs)
                     run.result = {
@@ -174,6 +176,7 @@ def _run_there(
                 run.result = {name: None for name in out}
         tracer.program.written = tracer.written()
         run.changes = changed_state(before, state_of(fake, loss, values=False))
+        run.differentiates = readers.differentiates
         return run
 
 
@@ -422,6 +425,7 @@ def _capture(
         called=frozenset(seen.called),
         traces=first.traces,
         read=frozenset(name for run in (first, *others.values()) for name in run.reads),
+        differentiates=any(run.differentiates for run in (first, *others.values())),
         counted=counted,
         moved=first.moved,
     )
@@ -493,14 +497,7 @@ def _other(
     Up to where it does not run on fakes.
     """
     seen = Seen(seen.layers, seen.grad and not evaluates)
-    try:
-        return _run(
-            model, batch, loss, rows, split_layers, True, False, seen, evaluates, offers=True
-        )
-    except WhaleError:
-        raise
-    except Exception:  # noqa: BLE001 - the user's code; what runs there says so
-        return Run.empty()
+    return _run(model, batch, loss, rows, split_layers, True, False, seen, evaluates, offers=True)
 
 
 def _no_size(model: nn.Module, batch: Any, rows: int) -> int:

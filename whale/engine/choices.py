@@ -5,6 +5,10 @@ other tokens than the user's model does: those that chose the experts at hand, o
 Code that drops what an expert has no room for, or that looks at how many tokens there are, would
 give another result and never know. So the module is run on the very tokens of a batch, at once and
 as its shards will be, and the two are compared: output and gradients.
+
+Weights of choices are multiplied in elsewhere, after the module ran. No batch shows what other code
+does with them one day (leave out small ones, say), so the run is watched: they may only be picked,
+cast and multiplied, and no number of a token may be read.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from whale.engine.calls import calls_of
+from whale.engine.program import tensors_in
 from whale.engine.stillness import Still, as_before
 from whale.engine.weights import copied, in_dtype, module_in
 from whale.errors import PlanError
 from whale.ir.plan import Plan, SplitLayer
 from whale.nn.moe.stacked import plain_activation
 from whale.runtime import batch as batches
+from whale.runtime.recompute import RerunMode
 
 _TOLERANCE = 1e-5
 """Of the largest element; code may make float32 tensors of its own."""
@@ -101,12 +107,28 @@ def _compare(
                 out = out.index_add(0, token, made.to(out.dtype))
         return out.view_as(rows)
 
+    watch = _Weights()
+
+    def at_once(rows: Tensor, weights: Tensor) -> Tensor:
+        watch.follow(weights)
+        with watch:
+            out = own(rows, ids, weights)
+        assert isinstance(out, Tensor)
+        return out
+
     with as_before(own), Still(), torch.enable_grad():
         try:
-            whole = _results(own, lambda a, b: own(a, ids, b), tokens, gates)
+            whole = _results(own, at_once, tokens, gates)
         except Exception:  # noqa: BLE001 - not in float64: the rehearsal has tried it as it is
             return
         parts = _results(own, apart, tokens, gates)
+    if watch.wrong:
+        raise PlanError(
+            f"{split.path} is split by expert, and its code does more with the weights of choices "
+            f"than multiply by them, or reads a number of a token ({watch.wrong}): a shard of it "
+            "would see others",
+            hint="leave the experts out of the split, or use wh.nn.MoE",
+        )
     for a, b in zip(whole, parts, strict=True):
         size = float(a.abs().max()) if a.numel() else 0.0
         off = float((a - b).abs().max()) if a.numel() else 0.0
@@ -134,3 +156,69 @@ def _results(own: nn.Module, run: Any, tokens: Tensor, gates: Tensor) -> list[Te
         torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)
     ]
     return [out.detach(), *gradients]
+
+
+_LINEAR = frozenset(
+    "__getitem__ index_select gather take_along_dim mul __mul__ __rmul__ mul_ __imul__ "
+    "multiply unsqueeze unsqueeze_ squeeze view reshape flatten unflatten expand expand_as "
+    "permute t transpose T mT contiguous clone to type type_as float double half bfloat16 sum "
+    "index_add index_add_ scatter_add scatter_add_ scatter scatter_ add __add__ __radd__ "
+    "__iadd__ add_ cat stack einsum matmul __matmul__ bmm baddbmm mm addmm repeat_interleave "
+    "repeat split chunk unbind masked_fill masked_fill_ where div __truediv__ div_ index_put_ "
+    "index_put __setitem__ copy_ neg __neg__ movedim view_as reshape_as narrow select linear "
+    "requires_grad_ dropout".split()
+)
+_SUMS = frozenset(
+    "index_add index_add_ scatter_add scatter_add_ scatter scatter_ add __add__ __radd__ "
+    "__iadd__ add_ cat stack index_put_ index_put __setitem__ copy_ where baddbmm addmm".split()
+)
+"""Of these, several arguments may come of the weights."""
+_ABOUT = frozenset(
+    "shape dtype device size dim ndim numel stride zeros_like ones_like empty_like new_zeros "
+    "new_ones new_empty new_full full_like is_floating_point requires_grad is_cuda "
+    "is_contiguous layout __len__ element_size is_complex names grad_fn is_leaf data_ptr "
+    "device_type __get__ is_meta _version grad is_sparse is_nested itemsize nbytes is_cpu".split()
+)
+"""What they give has nothing of a tensor's values in it."""
+_READS = frozenset(
+    "__bool__ item __float__ __int__ __index__ tolist __contains__ allclose equal".split()
+)
+
+
+class _Weights(RerunMode):
+    """Follows the weights of choices, and notes what is more than a product with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong = ""
+        self._followed: dict[int, Tensor] = {}
+
+    def follow(self, tensor: Tensor) -> None:
+        """From here on, also what comes of this tensor."""
+        self._followed[id(tensor)] = tensor
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        out = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        given = tensors_in((args, kwargs))
+        if name in _READS and any(t.is_floating_point() for t in given):
+            self.wrong = self.wrong or name
+        followed = [t for t in given if id(t) in self._followed]
+        if not followed or name in _ABOUT:
+            return out
+        first = bool(args) and any(args[0] is t for t in followed)
+        picks = name in ("__getitem__", "index_select", "gather", "div", "__truediv__", "div_")
+        several = len({id(t) for t in followed}) > 1 and name not in _SUMS
+        chooses = name == "where" and first
+        if name not in _LINEAR or several or chooses or (picks and not first):
+            self.wrong = self.wrong or name
+        for tensor in tensors_in(out):
+            self.follow(tensor)
+        if name.endswith("_") and args and isinstance(args[0], Tensor):
+            self.follow(args[0])
+        return out

@@ -47,6 +47,8 @@ from whale.runtime.compat import has_compiled_forward, uncompiled
 
 _LOG = logging.getLogger("whale")
 _METHODS = ("forward", "state_dict", "load_state_dict", "named_parameters", "named_buffers")
+_OWN_MODE = "train"
+"""Where a module has code of its own for it."""
 _TENSORS = ("_parameters", "_buffers")
 _MOST_SAID = 3
 """Tensors of which it is said that they are not those that train."""
@@ -129,6 +131,27 @@ class _Method:
         self.face.say_stale("model.named_buffers()")
         return self.plain()(*args, **kwargs)
 
+    def _train(self, step: Trained, *args: Any, **kwargs: Any) -> Any:
+        """Its own code may do more than turn flags, to weights that are not those that train."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        before = [tensor.detach().clone() for tensor in tensors]
+        done = self.plain()(*args, **kwargs)
+        for tensor, values in zip(tensors, before, strict=True):
+            if not torch.equal(tensor.detach(), values):
+                raise WhaleError(
+                    f"{type(self.module).__name__}.train writes to its weights or buffers while a "
+                    "step is open, which trains a copy: what it merges or freezes here would be "
+                    "missing there",
+                    hint="step.evaluate puts what trains into eval mode by itself: leave "
+                    "model.eval() and model.train() out while the step is open",
+                )
+        return done
+
+
+def has_own_mode(module: nn.Module) -> bool:
+    """Whether code of the user's runs when a module is put into another mode."""
+    return "train" in module.__dict__ or type(module).train is not nn.Module.train
+
 
 class _Tensors(dict[str, Any]):
     """The parameters or buffers of one module, which notice that someone reads one.
@@ -189,7 +212,9 @@ class Face:
         self.unchanged = Unchanged(model)
         self._fresh = 0
         self.methods = [
-            _Method(self, module, path, name) for path, module in modules for name in _METHODS
+            _Method(self, module, path, name)
+            for path, module in modules
+            for name in (*_METHODS, *([_OWN_MODE] if has_own_mode(module) else []))
         ]
         _put_on(self.methods)
         for path, module in modules:
@@ -355,7 +380,7 @@ def bare(model: nn.Module) -> Iterator[None]:
     found = [
         method
         for module in model.modules()
-        for name in _METHODS
+        for name in (*_METHODS, _OWN_MODE)
         if isinstance(method := module.__dict__.get(name), _Method)
     ]
     held = [

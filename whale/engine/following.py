@@ -1,9 +1,11 @@
-"""Following: what a script changes inside the objects that its modules hold.
+"""Following: what a script changes inside the objects that its modules hold, and what forwards do.
 
-Place in the flow: made by `engine.face`, asked before every step. What trains is a copy, with a
-copy of each config, dict, list, schedule or array. `model.config.scale = 2` sets no attribute of a
-module, so nobody is told: what the user's objects hold is compared with what they held before the
-last step, and the difference is made in the copy's too. What cannot be is refused.
+Place in the flow: made by `engine.face`, asked before and after every step. What trains is a copy,
+with a copy of each config, dict, list, schedule or array. `model.config.scale = 2` sets no
+attribute of a module, so nobody is told: what the user's objects hold is compared with what they
+held before the last step, and the difference is made in the copy's too. What cannot be is refused.
+The other way round, numbers and words that a forward moves (a counter, a meter) are moved in the
+user's model after the step: scripts read them, and set them back to where they began.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from whale.engine.boxes import (
 )
 from whale.engine.rarely import rarely
 from whale.engine.tally import Tally
+from whale.engine.unchanged import sample
 from whale.engine.weights import reachable
 from whale.errors import WhaleError
 
@@ -42,6 +45,7 @@ _MOST = 3000
 """Things that are looked at, nearest first."""
 _LARGE = 2000
 """Items or elements of what is compared ever more rarely."""
+_THEIRS = object()
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _HINT = (
     "set it on the module itself (model.scale = 2) or pass it in the batch; anything else is "
@@ -61,6 +65,10 @@ class _Watched:
     local: Any
     glue: bool
     values: Values
+    theirs: Box | None
+    """The counterpart's, where a forward may change it."""
+    held: Values
+    """What the counterpart held."""
 
 
 class Following:
@@ -90,7 +98,17 @@ class Following:
         self.stale = False
         self._watched: list[_Watched] = []
         self._rare: list[_Watched] = []
-        self._tensors: list[tuple[str, torch.Tensor, int]] = []
+        self._tensors: list[tuple[str, torch.Tensor, int, torch.Tensor]] = []
+        self._numbers = [
+            (name, vars(user), vars(local))
+            for _, user, local in self._pairs
+            if not type(user).__module__.startswith("torch.")
+            for name, value in vars(user).items()
+            if name not in _OF_MODULES
+            and isinstance(value, PLAIN)
+            # A split may have set another in the copy.
+            and vars(local).get(name, GONE) == value
+        ]
         modules = [user for _, user, _ in self._pairs]
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values())]
         seen = {id(x): x for x in (*modules, *tensors)}
@@ -119,13 +137,15 @@ class Following:
             return
         if isinstance(user, torch.Tensor):
             if user is not local:
-                self._tensors.append((name, user, user._version))
+                self._tensors.append((name, user, user._version, sample(user)))
             return
         box = box_of(user, name)
         if box is not None and not isinstance(box, Plain):
             large = user.size if isinstance(box, Array) else len(box.read())
             found = self._rare if large > _LARGE else self._watched
-            found.append(_Watched(box, local, glue, box.read()))
+            own = box_of(local, name) if local is not user and large <= _LARGE else None
+            held = own.read() if own is not None else ()
+            found.append(_Watched(box, local, glue, box.read(), own, held))
         if isinstance(user, set | frozenset):
             return
         theirs = dict(children(local))
@@ -140,8 +160,11 @@ class Following:
         if self._rare and rarely(self._steps):
             changed += [each for each in self._rare if not each.box.holds(each.values)]
         new = [self._take_over(each) for each in changed]
-        for name, tensor, version in self._tensors:
-            if tensor._version != version:
+        again = rarely(self._steps)
+        for name, tensor, version, before in self._tensors:
+            # Through `.data`, or an array that shares its memory, it is written to unseen.
+            looks = again or (tensor.numel() <= _LARGE and tensor.device.type == "cpu")
+            if tensor._version != version or (looks and not torch.equal(sample(tensor), before)):
                 raise WhaleError(
                     f"the tensor {name} of the user's model was written to while a step is open, "
                     "which trains a copy",
@@ -150,6 +173,18 @@ class Following:
                 )
         if any(new) or self.stale:
             self._again()
+
+    def give_back(self) -> None:
+        """What forwards have moved in the copy is moved in the user's model too."""
+        moved = [each for each in self._numbers if each[2].get(each[0]) is not each[1].get(each[0])]
+        for name, user, local in moved:
+            if isinstance(value := local.get(name, GONE), PLAIN):
+                user[name] = value
+        for each in self._watched:
+            if each.theirs is not None and not each.theirs.holds(each.held):
+                now = each.theirs.read()
+                _copy_back(each.box, each.theirs, changes(each.theirs, each.held, now))
+                each.values, each.held = each.box.read(), now
 
     def _take_over(self, watched: _Watched) -> bool:
         """Whether anything came that holds more."""
@@ -168,6 +203,8 @@ class Following:
         if found and watched.local is not box.thing:
             _merge(box, watched.local, before, found)
         watched.values = now
+        if watched.theirs is not None:
+            watched.held = watched.theirs.read()
         return not plain(*(new for _, new in found.values() if new is not GONE))
 
 
@@ -199,6 +236,35 @@ def _merge(box: Box, local: Any, before: Values, found: Mapping[Any, tuple[Any, 
         return
     for key, (_, new) in found.items():
         _put(local, key, new)
+
+
+def _copy_back(box: Box, theirs: Box, found: Mapping[Any, tuple[Any, Any]]) -> None:
+    """The same changes in the user's own, of what is no part of the copy."""
+    if isinstance(box, Array):
+        np.copyto(box.thing, theirs.thing)
+        return
+    new = {key: _plain_copy(value) for key, (_, value) in found.items()}
+    new = {key: value for key, value in new.items() if value is not _THEIRS}
+    if isinstance(box.thing, set):
+        for item, value in new.items():
+            box.thing.discard(item) if value is GONE else box.thing.add(item)
+    elif isinstance(box.thing, list | deque):
+        values = {**box.named(box.read()), **new}
+        box.write(tuple(value for _, value in sorted(values.items()) if value is not GONE))
+    else:
+        for key, value in new.items():
+            _put(box.thing, key, value)
+
+
+def _plain_copy(value: Any) -> Any:
+    """A number or a word as it is, a tensor without its graph; what else it holds is the copy's."""
+    if value is GONE or isinstance(value, PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, nn.Module | nn.Parameter) or callable(value):
+        return _THEIRS
+    return _THEIRS if any(True for _ in reachable(value)) else copy.deepcopy(value)
 
 
 def _put(local: Any, key: Any, new: Any) -> None:

@@ -78,6 +78,8 @@ class Run:
     traces: dict[str, str] = field(default_factory=dict)
     """By Layer, a fingerprint of its code."""
     rows: int = 0
+    differentiates: bool = False
+    """Whether a forward asks for gradients itself."""
 
     @classmethod
     def empty(cls) -> Run:

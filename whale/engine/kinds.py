@@ -33,7 +33,7 @@ from whale.engine.novelty import Novelty
 from whale.engine.outside import Watch, as_it_was
 from whale.engine.rarely import rarely
 from whale.engine.variants import Flags, flags_in_training, flags_of, modes_of
-from whale.errors import WhaleError
+from whale.errors import PlanError, WhaleError
 from whale.ir.model_graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
@@ -100,6 +100,7 @@ class Kinds:
         rechecked: Whether the rows of steps are tried anyway, as they train (`engine.recheck`).
         example: The batch that was tried at build.
         watch: What the script and the code change outside of modules.
+        defers: Whether weight gradients are put off.
     """
 
     def __init__(
@@ -115,10 +116,11 @@ class Kinds:
         rechecked: bool,
         example: Any,
         watch: Watch,
+        defers: bool,
     ) -> None:
         self.outputs = outputs
         self.model, self.running, self.loss, self.plan = model, running, loss, plan
-        self.judge, self.check_parts = judge, check_parts
+        self.judge, self.check_parts, self.defers = judge, check_parts, defers
         self.layers = [path for t in plan.taskgraphs for path in t.layers]
         self.splits = any(t.splits for t in plan.taskgraphs)
         replicas = max(len(stage.virtual_device.replicas) for stage in plan.stages)
@@ -133,6 +135,7 @@ class Kinds:
         self._sizes = self._uses = 0
         self._rows = dict.fromkeys((True, False), batches.num_rows(example))
         """The most rows of a batch to train on, and to evaluate."""
+        self._more = False
         self._joined = exact_buffers(model)
         self._start = counters.read(running, self._joined)
         self._counting: set[str] = set()
@@ -165,15 +168,16 @@ class Kinds:
         late = late or (self.again and self._uses in _AGAIN)
         if self.again and self._novelty[signature.training].is_new(batch.data, _FIRST):
             late = True
-        kind = _Kind(signature, settings, flags_of(self.running))
-        new = self._is_new(kind) or self._is_more(batch.total_rows, signature.training)
+        new = self._is_new(_Kind(signature, settings, flags_of(self.running)))
+        late = self._is_more(batch.total_rows, signature.training) or late
         if not new and not late:
             return
         self._known = {(t, stage) for t, stage in self._known if t != signature.training}
         try:
             # What evaluation of a known kind does to splits was looked at when it was built.
             moved = counters.moved(self._start, counters.read(self.running, self._joined))
-            self._look(batch, signature, moved, judges=new or signature.training)
+            judges = new or signature.training or self._more
+            self._look(batch, signature, moved, judges=judges)
         except WhaleError as error:
             hints = ["give wh.parallelize such a batch, to see it at build"] if new else []
             raise WhaleError(
@@ -187,6 +191,8 @@ class Kinds:
             said = "; ".join(text for text in (lines["tensors"], lines["values"]) if text)[:300]
             return f"on a batch of another kind than the first ({said})"
         said = _said(counters.moved(self._start, counters.read(self.running, self._joined)))
+        if self._more:
+            return f"on {self._rows[signature.training]} rows, more than in any batch before{said}"
         return f"on the rows of batch {self._uses}, with the weights from before training{said}"
 
     def _is_new(self, kind: _Kind) -> bool:
@@ -203,7 +209,8 @@ class Kinds:
         """Whether a batch has more rows than any before: code inside a split may look at them."""
         known = self._rows.get(training, 0)
         self._rows[training] = max(rows, known)
-        return self.splits and rows > known
+        self._more = self.splits and rows > known
+        return self._more
 
     def _moved(self) -> bool:
         """Whether forwards have changed numbers or words in the running copy."""
@@ -316,6 +323,12 @@ class Kinds:
                 layers=self.layers,
                 rows=batch.total_rows,
             )
+            if captured.differentiates and self.defers:
+                raise PlanError(
+                    "a forward asks for gradients itself (torch.autograd.grad), which did not when "
+                    "the plan was made: those of weights are put off by its schedule",
+                    hint='set pipeline.schedule to "1f1b"',
+                )
             if self.splits and judges:
                 self.judge(captured.graph, captured.called, captured.read)
             look(

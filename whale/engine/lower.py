@@ -70,6 +70,8 @@ class Lowered:
     groups: Groups
     planned: RankStep
     """What it does in a step."""
+    defers: bool
+    """Whether weight gradients are put off."""
     grads: GradientBuckets
     executor: Executor
     device: torch.device
@@ -126,7 +128,7 @@ def lower(
     # Only now: what half precision rounds on the way is no fault of a split.
     _install_couriers(plan, rank, modules, groups, DTYPES[communication.token_dtype])
     surroundings = install_randomness(local, plan, captured, names, shards)
-    queue = _install_deferral(plan, local)
+    queue = _install_deferral(plan, local, captured)
     _guard(plan, rank, modules, params, surroundings.watch)
     parts = loss_parts(
         plan,
@@ -171,6 +173,7 @@ def lower(
         context=context,
         groups=groups,
         planned=planned,
+        defers=queue is not None and not captured.differentiates,
         grads=grads,
         executor=executor,
         device=device,
@@ -343,11 +346,12 @@ def _used_once(captured: Captured, split: SplitLayer) -> bool:
     return len(around) == 1 and alone and not tied
 
 
-def _install_deferral(plan: Plan, local: nn.Module) -> WeightQueue | None:
+def _install_deferral(plan: Plan, local: nn.Module, captured: Captured) -> WeightQueue | None:
+    """Where W computes weight gradients; none of a model whose forward asks for some itself."""
     if plan.schedule.kind != "zero-bubble":
         return None
     queue = WeightQueue()
-    for module in local.modules():
+    for module in local.modules() if not captured.differentiates else ():
         if can_defer(module) and not any(p.is_meta for p in module.parameters(recurse=False)):
             defer_weights(module, queue)
     return queue

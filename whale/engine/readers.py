@@ -70,6 +70,8 @@ class Readers(TorchFunctionMode):
         self.names, self.paths = names, paths
         self.reads: dict[str, dict[Read, None]] = {}
         self.watching = True
+        self.differentiates = False
+        """Whether a forward asked for gradients itself."""
         self.running: frozenset[int] = frozenset()
         """Modules of the Layer that runs."""
 
@@ -77,6 +79,7 @@ class Readers(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        self.differentiates |= func is torch.autograd.grad
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name not in HARMLESS:

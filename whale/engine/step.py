@@ -126,6 +126,7 @@ class Step:
             rechecked=self._recheck is not None,
             example=batch,
             watch=self._watch,
+            defers=lowered.defers,
         )
         self._kinds.built(self._intake.signature(batch), _SETTINGS)
         apart = frozenset(norms_of_own_rows(plan, model))
@@ -289,6 +290,7 @@ class Step:
             updates = {"L": begin_sums, "G": self._store.reduce, "A": apply}
             totals = self._run(taken, self.planned.actions, lowered.grads, updates)
         clock.end_step()
+        self._face.following.give_back()
         self.num_steps += 1
         if self._config.guard:
             self._drift.check(self.num_steps)
@@ -347,6 +349,7 @@ class Step:
                 lowered.model.train()  # modules may do more then than to turn a flag
             for module, flag in flags.items():
                 module.training = flag
+        self._face.following.give_back()
         numbers = self._sum(totals.sums)
         self._same_sizes.note(numbers)
         metrics: dict[str, Any] = {"loss": mean_loss(numbers)}

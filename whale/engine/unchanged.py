@@ -39,7 +39,7 @@ class Unchanged:
         """They are as they should be now."""
         self._now = self._all()
         self._looks = [_looks(tensor) for _, tensor in self.tensors]
-        self._samples = [_sample(tensor) for _, tensor in self.tensors]
+        self._samples = [sample(tensor) for _, tensor in self.tensors]
         self._hooks = [_hooks(module) for module in self.modules]
         self._held = [_held(module) for module in self.modules]
         self._members = [tuple(module._modules.values()) for module in self.modules]
@@ -67,8 +67,8 @@ class Unchanged:
         self._steps += 1
         if rarely(self._steps):
             # `tensor.data` is written to unseen: some elements tell, ever more rarely.
-            for (name, tensor), sample in zip(self.tensors, self._samples, strict=True):
-                if not torch.equal(_sample(tensor), sample):
+            for (name, tensor), before in zip(self.tensors, self._samples, strict=True):
+                if not torch.equal(sample(tensor), before):
                     raise _changed(name, _looks(tensor), _looks(tensor))
 
     def refuse_exchanged(self) -> None:
@@ -124,7 +124,7 @@ def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.requires_grad, tensor.dtype, tensor._version, hooked(tensor)
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
+def sample(tensor: torch.Tensor) -> torch.Tensor:
     """A few elements from all over it, by their bits."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return torch.empty(0)

@@ -2,7 +2,8 @@
 
 Place in the flow: first thing in `wh.parallelize` and `wh.plan`. DistributedDataParallel averages
 gradients by itself: under Whale, which sums them, they would be divided twice. TorchScript runs
-beside Python, where nothing can be followed. A lazy module has no weights yet.
+beside Python, where nothing can be followed. A lazy module has no weights yet. Sparse tensors have
+no elements that could be followed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ def refuse_wrapped(model: nn.Module) -> None:
                 "Python: what it computes can be neither split nor cut nor followed",
                 hint="pass the module as it was before torch.jit.script or torch.jit.trace",
             )
-        for name, tensor in {**module._parameters, **module._buffers}.items():
+        for name, tensor in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
+                layout = str(tensor.layout).removeprefix("torch.")
+                raise AnnotationError(
+                    f"{name} of {path or 'the model'} ({type(module).__name__}) is a {layout} "
+                    "tensor, which can be neither traced nor compared over ranks",
+                    hint="keep its indices and values as two dense buffers, and make the sparse "
+                    "tensor of them in the forward",
+                )
             if is_lazy(tensor):
                 raise AnnotationError(
                     f"{name} of {path or 'the model'} ({type(module).__name__}) has no shape yet",

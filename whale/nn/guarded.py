@@ -52,7 +52,7 @@ class _Opened:
 
 
 class _Parameters(dict[str, Any]):
-    """The parameters of a module, some of which are a rank's part: `readers` of each may read it."""
+    """The parameters of a module, some of which are a rank's part, for their `readers` alone."""
 
     def __init__(self, plain: dict[str, Any], path: str, watch: Watch) -> None:
         super().__init__(plain)
