@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from tests.odd import blocks as _all  # noqa: F401 - fills the vocabulary
+from tests.odd import losses_research as _losses  # noqa: F401 - so does this one
 from tests.odd.glue import GLUES
 from tests.odd.losses import LOSSES, SIZES, call
 from tests.odd.spec import Spec

@@ -126,6 +126,8 @@ def evaluate(spec: Spec, model: nn.Module, variant: int) -> dict[str, Any]:
             value, out = forward(spec, model, part)
             loss += float(value) * weight if weight else 0.0
             outputs.append(out)
+    if modes[model]:
+        model.train()  # modules may do more then than to turn a flag
     for module, mode in modes.items():
         module.training = mode
     found: dict[str, Any] = {"loss": loss}

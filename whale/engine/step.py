@@ -34,6 +34,7 @@ from whale.engine.outsiders import Outsiders
 from whale.engine.recheck import recheck
 from whale.engine.sharers import held_tensors
 from whale.engine.standing import load_into, runnable, write_back
+from whale.engine.stillness import in_eval_mode
 from whale.engine.variants import Variants
 from whale.errors import WhaleError
 from whale.ir.measured import Measured
@@ -333,10 +334,8 @@ class Step:
         self._face.following.follow()
         self._settle()
         lowered = self._lowered
-        flags = {module: module.training for module in lowered.model.modules()}
-        lowered.model.eval()
         lowered.context.step = evaluation_step(self.num_steps)
-        try:
+        with in_eval_mode(lowered.model):
             with torch.no_grad():
                 if self._recheck is not None:
                     self._recheck.before_evaluation(self.num_steps, taken.batch)
@@ -344,11 +343,6 @@ class Step:
                 totals = self._run(taken, self._forward_actions)
                 self._kinds.after(taken.batch, taken.signature)
             self._compare_branches(taken)
-        finally:
-            if flags[lowered.model]:
-                lowered.model.train()  # modules may do more then than to turn a flag
-            for module, flag in flags.items():
-                module.training = flag
         self._face.following.give_back()
         numbers = self._sum(totals.sums)
         self._same_sizes.note(numbers)

@@ -149,3 +149,17 @@ class Attributes:
         self.module.__dict__.update(self.held)
         for value, items in self.inside:
             _refill(value, items)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, a model evaluates; afterwards every module is in the mode it was in."""
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        if flags[model]:
+            model.train()  # modules may do more then than to turn a flag
+        for module, flag in flags.items():
+            module.training = flag

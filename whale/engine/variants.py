@@ -19,9 +19,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from whale.engine.capture import ROWS, Captured, capture, trace
+from whale.engine.capture import Captured, capture, trace
 from whale.engine.changes import refuse_across_stages
 from whale.engine.face import bare
+from whale.engine.fake_run import ROWS
 from whale.engine.lower import Lowered, make_stages
 from whale.engine.outside import as_it_was
 from whale.engine.program import Program, check_rows
