@@ -23,7 +23,12 @@ from whale.errors import WhaleError
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 _SAMPLE = 256
-_looks_of = tuple(attrgetter(name) for name in ("requires_grad", "dtype", "_version"))
+_looks_of = tuple(map(attrgetter, ("requires_grad", "dtype", "_version")))
+_hooks_of = tuple(
+    attrgetter(name)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    if hasattr(torch.Tensor, name)
+)
 
 
 class Unchanged:
@@ -33,6 +38,9 @@ class Unchanged:
         self.modules = list(model.modules())
         self.tensors = [*model.named_parameters(), *model.named_buffers()]
         self._steps = 0
+        self._own = [tensor for _, tensor in self.tensors]
+        self._tables = [module.__dict__ for module in self.modules]
+        self._hook_tables = [table[name] for table in self._tables for name in _HOOKS]
         self.note()
 
     def note(self) -> None:
@@ -46,18 +54,13 @@ class Unchanged:
 
     def _all(self) -> list[Any]:
         """Equal as long as nothing has changed; past the face, which watches who reads."""
-        tables = [module.__dict__ for module in self.modules]
-        found: list[Any] = [
-            list(map(id, chain.from_iterable(dict.values(table[name]) for table in tables)))
-            for name in _TABLES
-        ]
-        found += [
-            list(chain.from_iterable(table[name] for table in tables if table[name]))
-            for name in _HOOKS
-        ]
-        tensors = [tensor for _, tensor in self.tensors]
-        found += [list(map(look, tensors)) for look in _looks_of]
-        found.append(list(map(hooked, tensors)))
+        found: list[Any] = []
+        for name in _TABLES:
+            held = [table[name] for table in self._tables]
+            found.append(list(map(id, chain.from_iterable(map(dict.values, held)))))
+        found.append([list(hooks) for hooks in self._hook_tables if hooks])
+        found += [list(map(look, self._own)) for look in _looks_of]
+        found += [any(map(hooks, self._own)) for hooks in _hooks_of]
         return found
 
     def check(self) -> None:
