@@ -159,6 +159,8 @@ class Executor:
                 self.on_action(index, action)
             if isinstance(action, Update):
                 assert updates is not None
+                if action.kind == "A":  # what is on its way belongs to what is done by now
+                    self.channels.drain()
                 updates[action.kind](action)
                 continue
             if grads is not None and action.kind in ("B", "W"):
