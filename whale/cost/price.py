@@ -21,12 +21,12 @@ from whale.cost.messages import message_prices
 from whale.cost.parts import NOTHING, Part, parts_of
 from whale.cost.roles import groups_inside, roles, stages_by_rank
 from whale.ir.expand import SubAction, layer_actions
-from whale.ir.homes import ITEM_BYTES, Stretch, all_syncs
+from whale.ir.homes import ITEM_BYTES, Bucket, Stretch, all_syncs
 from whale.ir.model_graph import Layer, ModelGraph
 from whale.ir.plan import Home, Plan, StageLayer, StagePlan
 from whale.ir.prices import CONTENTION, DevicePrice, Prices, ReducePrice, StagePrice
 from whale.ir.schedule import Action
-from whale.ir.updates import completing_layers, rank_step
+from whale.ir.updates import RankStep, completing_layers, rank_step
 
 _NORM_BYTES = 8192
 """A batch norm's sums: two numbers per channel; what counts is the latency."""
@@ -306,26 +306,35 @@ class _Pricer:
             if any(len(sync.ranks) > 1 for _, _, groups in stretches for sync in groups)
         ]
         for rank in _ranks_that_differ(known):
-            step = rank_step(self.plan, rank, self._actions(rank), trainable, known)
-            for action, numbers in step.completed():
-                buckets = [step.buckets[number] for number in numbers]
-                stage = self.plan.stages[action.stage]
-                places = completing_layers(stage, buckets)
-                for bucket, place in zip(buckets, places, strict=True):
-                    key = (bucket.sync.ranks, bucket.position)
-                    if len(bucket.sync.ranks) < 2 or key in seen:
-                        continue
-                    seen.add(key)
-                    nbytes = sum(s.numel for s in bucket.slices) * ITEM_BYTES[bucket.dtype]
-                    yield ReducePrice(
-                        ranks=bucket.sync.ranks,
-                        stage=stage.index,
-                        after=self._done(stage, rank, place),
-                        seconds=self.costs.fabric.all_reduce(
-                            bucket.sync.ranks, nbytes, num_sharing=self._sharing(stage.index)
-                        ),
-                        nbytes=nbytes,
-                    )
+            actions = self._actions(rank)
+            step = rank_step(self.plan, rank, actions, trainable, known)
+            for stage, bucket, place in self._completions(step, actions):
+                key = (bucket.sync.ranks, bucket.position)
+                if len(bucket.sync.ranks) < 2 or key in seen:
+                    continue
+                seen.add(key)
+                nbytes = sum(s.numel for s in bucket.slices) * ITEM_BYTES[bucket.dtype]
+                yield ReducePrice(
+                    ranks=bucket.sync.ranks,
+                    stage=stage.index,
+                    after=self._done(stage, rank, place),
+                    seconds=self.costs.fabric.all_reduce(
+                        bucket.sync.ranks, nbytes, num_sharing=self._sharing(stage.index)
+                    ),
+                    nbytes=nbytes,
+                )
+
+    def _completions(
+        self, step: RankStep, actions: Sequence[Action]
+    ) -> Iterable[tuple[StagePlan, Bucket, int]]:
+        """The stage whose backward completes each bucket, and the Layer whose backward does."""
+        for action, numbers in step.completed():
+            stage, buckets = self.plan.stages[action.stage], [step.buckets[n] for n in numbers]
+            for bucket, place in zip(buckets, completing_layers(stage, buckets), strict=True):
+                yield stage, bucket, place
+        computes = [action for action in actions if action.is_compute]
+        for number in step.late() if computes else ():
+            yield self.plan.stages[computes[-1].stage], step.buckets[number], -1
 
     def _actions(self, rank: int) -> Sequence[Action]:
         """Those of its device group."""

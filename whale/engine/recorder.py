@@ -27,10 +27,15 @@ Trace = list[Action | Update | SubAction]
 def planned_trace(step: Step) -> Trace:
     """The rank's actions with their sub-actions, from the Plan alone."""
     planned = step.planned
+    late = planned.late()
     found: Trace = []
     for index, action in enumerate(planned.actions):
         found.append(action)
-        if isinstance(action, Action):
+        if isinstance(action, Update) and action.kind == "G" and action.number in late:
+            ranks = planned.buckets[action.number].sync.ranks
+            if len(ranks) > 1:
+                found.append(SubAction(kind="reduce", name=str(action.number), ranks=ranks))
+        elif isinstance(action, Action) and action.is_compute:
             numbers = completed_by(planned.actions, index)
             completed = {number: planned.buckets[number] for number in numbers}
             found += expand(step.plan, step.rank, action, completed)

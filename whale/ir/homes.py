@@ -231,8 +231,8 @@ def rank_buckets(
 ) -> list[Bucket]:
     """Slices of equal Sync and dtype, in the order every rank reduces them.
 
-    Members of a group see the same slices in the same order, so they cut the same buckets. `known`
-    is as for `rank_slices`.
+    Members of a group see the same slices in the same order, so they cut the same buckets. Those
+    that ranks of several device groups sum come last. `known` is as for `rank_slices`.
     """
     order = {home.name: index for index, home in enumerate(reversed(plan.homes))}
     open_slices: dict[tuple[Sync, str], list[Slice]] = {}
@@ -261,4 +261,13 @@ def rank_buckets(
             close(key)
     for key in list(open_slices):
         close(key)
-    return sorted(buckets, key=lambda bucket: bucket.position)
+    return sorted(buckets, key=lambda bucket: (crosses(plan, bucket.sync), bucket.position))
+
+
+def crosses(plan: Plan, sync: Sync) -> bool:
+    """Whether ranks of several device groups of a pipeline sum together: tied weights."""
+    lead = set(sync.ranks)
+    return not any(
+        lead <= {rank for stage in stages for rank in plan.stages[stage].virtual_device.ranks}
+        for stages in plan.schedule.groups
+    )

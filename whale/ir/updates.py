@@ -3,6 +3,11 @@
 Place in the flow: one pass over what a rank computes (`rank_step`). The executor runs the list, the
 recorder compares it with a real step, the price reads which backward completes which bucket, the
 simulator which compute is a stage's last.
+
+[Note: sums between stages] A sum that has begun occupies the device until all its ranks are there.
+Where a compute then waits for the whole device (an allocation does), it waits for them. Replicas of
+a stage need nothing of each other for that. But a weight that is tied over stages is summed by
+ranks that wait for each other's messages: such a sum begins when a rank has computed and sent all.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from whale.ir.homes import Bucket, Stretch, rank_buckets
+from whale.ir.homes import Bucket, Stretch, crosses, rank_buckets
 from whale.ir.plan import Home, Plan, StagePlan
 from whale.ir.schedule import Action
 
@@ -45,8 +50,15 @@ class RankStep:
     def completed(self) -> Iterator[tuple[Action, tuple[int, ...]]]:
         """The computes that complete buckets, and which."""
         for index, action in enumerate(self.actions):
-            if isinstance(action, Action) and (numbers := completed_by(self.actions, index)):
-                yield action, numbers
+            if isinstance(action, Action) and action.is_compute:
+                numbers = completed_by(self.actions, index)
+                if numbers:
+                    yield action, numbers
+
+    def late(self) -> tuple[int, ...]:
+        """The buckets whose sums begin after the last message."""
+        begun = {number for _, numbers in self.completed() for number in numbers}
+        return tuple(number for number in range(len(self.buckets)) if number not in begun)
 
 
 def completed_by(actions: Sequence[Action | Update], index: int) -> tuple[int, ...]:
@@ -79,8 +91,8 @@ def rank_step(
     """The actions of a rank's device group, with the rank's own sums and updates among them.
 
     A bucket is complete with the last backward of all stages that use what is in it; one that is
-    summed over ranks never before the one ahead of it, for all ranks sum in one order. `known` is
-    as for `rank_buckets`.
+    summed over ranks never before the one ahead of it, for all ranks sum in one order. See [Note:
+    sums between stages]. `known` is as for `rank_buckets`.
     """
     buckets = tuple(rank_buckets(plan, rank, trainable, known))
     last = last_backwards(actions)
@@ -92,7 +104,7 @@ def rank_step(
         stages = {stage for piece in bucket.slices for stage in piece.home.stages}
         place = max((place for stage, place in last.items() if stage in stages), default=-1)
         if len(bucket.sync.ranks) > 1:
-            place = latest = max(latest, place)
+            place = latest = max(latest, len(actions) - 1 if crosses(plan, bucket.sync) else place)
         after.setdefault(place, []).append(Update(kind="G", number=number))
     found: list[Action | Update] = list(after.get(-1, ()))
     for index, action in enumerate(actions):

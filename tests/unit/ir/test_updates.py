@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.parity.layouts import LAYOUTS as ALL
+from tests.parity.matrix import REFUSED
 from tests.unit.ir.test_plan import make
+from whale.ir import homes, updates
 from whale.ir.plan import Plan
 from whale.ir.schedule import Action
 from whale.ir.updates import RankStep, completed_by, completing_layers, rank_step
@@ -47,6 +50,8 @@ def test_a_bucket_is_complete_with_the_last_backward_that_adds_to_it(
         for number, bucket in enumerate(step.buckets):
             users = mine & {s for piece in bucket.slices for s in piece.home.stages}
             last = max(max(adds[stage]) for stage in users)
+            if number in step.late():
+                assert all(not isinstance(a, Action) for a in step.actions[places[number] :])
             assert places[number] > last
             # Never later than it must: only sums that all ranks put before it stand between.
             if len(bucket.sync.ranks) == 1:
@@ -62,9 +67,6 @@ def test_the_loss_is_summed_after_the_last_forward_and_weights_change_last(layou
         assert kinds.count("L") == kinds.count("A") == 1 and kinds[-1] == "A"
         forwards = [i for i, kind in enumerate(kinds) if kind in ("F", "SF")]
         assert kinds.index("L") == max(forwards) + 1
-        for index, action in enumerate(step.actions):
-            if action.kind not in ("B", "W"):
-                assert not completed_by(step.actions, index) or action.kind == "G"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -89,3 +91,86 @@ def test_a_rank_that_runs_nothing_sums_and_updates_all_the_same() -> None:
     plan = make("gpt", "data")
     step = rank_step(plan, plan.num_ranks, [], frozenset())
     assert [str(a) for a in step.actions] == ["L0", "A0"]
+
+
+def stuck(plan: Plan, made: dict[int, RankStep]) -> list[str]:
+    """Where a step ends whose computes wait for the whole device, messages and sums included.
+
+    A compute ends when all that was posted before it has met its other end, and the sums that begin
+    inside it too. Empty: it gets to its end.
+    """
+    at = dict.fromkeys(made, 0)
+    sent: set[tuple[int, str]] = set()
+    begun: dict[tuple[int, ...], dict[int, int]] = {}
+    pending: dict[int, list[tuple[str, tuple[int, ...], int]]] = {rank: [] for rank in made}
+    counts: dict[tuple[int, tuple[int, ...]], int] = {}
+    inside: dict[int, bool] = dict.fromkeys(made, False)
+
+    def begin(rank: int, number: int) -> None:
+        ranks = made[rank].buckets[number].sync.ranks
+        if len(ranks) > 1:
+            turn = counts[rank, ranks] = counts.get((rank, ranks), 0) + 1
+            begun.setdefault(ranks, {})[rank] = turn
+            pending[rank].append(("sum", ranks, turn))
+
+    def met(item: tuple[str, tuple[int, ...], int]) -> bool:
+        _, ranks, turn = item
+        return all(begun.get(ranks, {}).get(member, 0) >= turn for member in ranks)
+
+    def mates(rank: int, action: Action) -> list[tuple[int, str]]:
+        assert action.peer is not None
+        peers = plan.stages[action.peer].virtual_device.ranks
+        return [(peer, str(action.mate)) for peer in peers]
+
+    messages: dict[int, list[tuple[int, str]]] = {rank: [] for rank in made}
+    moved = True
+    while moved:
+        moved = False
+        for rank, step in made.items():
+            while at[rank] < len(step.actions):
+                action = step.actions[at[rank]]
+                if isinstance(action, Action) and action.is_compute:
+                    if not inside[rank]:
+                        inside[rank] = True
+                        for number in completed_by(step.actions, at[rank]):
+                            begin(rank, number)
+                    # Every replica is taken to talk to every other: harder than it is.
+                    if not all(map(met, pending[rank])) or not set(messages[rank]) <= sent:
+                        break
+                    pending[rank].clear()
+                    messages[rank].clear()
+                    inside[rank] = False
+                elif isinstance(action, Action):
+                    sent.add((rank, str(action)))
+                    messages[rank] += mates(rank, action)
+                elif action.kind == "G" and action.number in step.late():
+                    begin(rank, action.number)
+                at[rank] += 1
+                moved = True
+    return [
+        f"{rank} at {step.actions[at[rank]]}"
+        for rank, step in made.items()
+        if at[rank] < len(step.actions)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "zero-bubble"])
+@pytest.mark.parametrize("layout", sorted(n for n in ALL if ("gpt", n) not in REFUSED))
+def test_no_sum_waits_for_a_rank_that_waits_for_it(layout: str, kind: str) -> None:
+    """Weights tied over the first and the last stage, buckets of every size."""
+    plan = make("gpt", layout)
+    if len(plan.stages) == 1:
+        pytest.skip("one stage")
+    if plan.schedule.kind in ("1f1b", "gpipe", "zero-bubble"):
+        plan = replace(plan, schedule=replace(plan.schedule, kind=kind))
+    for size in (1, 400, 1 << 30):
+        assert stuck(plan, steps(replace(plan, bucket_bytes=size))) == []
+
+
+def test_a_sum_between_stages_that_began_early_would_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(updates, "crosses", lambda plan, sync: False)
+    monkeypatch.setattr(homes, "crosses", lambda plan, sync: False)
+    found = [stuck(p, steps(p)) for p in (replace(make("gpt", "gpipe"), bucket_bytes=1),)]
+    assert any(found)
