@@ -1,6 +1,13 @@
-"""Options of the whole test suite: `--full` also runs what is marked `full`."""
+"""Options of the whole test suite: `--full` also runs what is marked `full`.
+
+`covering(n)` on a parametrized test lets the quick run take a part of its cases in which every
+value of every parameter (n = 1), or every pair of values of two parameters (n = 2), occurs.
+"""
 
 from __future__ import annotations
+
+import itertools
+from collections import defaultdict
 
 import pytest
 
@@ -13,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: runs only with --full")
+    config.addinivalue_line("markers", "covering(n): the quick run covers n-tuples of parameters")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -22,3 +30,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("full") is not None:
             item.add_marker(skip)
+    matrices = defaultdict(list)
+    for item in items:
+        chosen = item.get_closest_marker("covering") and not item.get_closest_marker("full")
+        if chosen and hasattr(item, "callspec"):
+            matrices[item.nodeid.partition("[")[0]].append(item)
+    left_out = pytest.mark.skip(reason="runs only with --full: others cover its parameters")
+    for matrix in matrices.values():
+        for item in _not_needed(matrix):
+            item.add_marker(left_out)
+
+
+def _not_needed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases all of whose parameters, or pairs of them, are in cases kept before."""
+    covered: set[object] = set()
+    found = []
+    for item in items:
+        marker = item.get_closest_marker("covering")
+        assert marker is not None
+        values = sorted((name, repr(value)) for name, value in item.callspec.params.items())  # type: ignore[attr-defined]
+        tuples = set(itertools.combinations(values, min(marker.args[0], len(values))))
+        if tuples <= covered:
+            found.append(item)
+        covered |= tuples
+    return found

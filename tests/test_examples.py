@@ -139,6 +139,7 @@ def test_pages_show_the_diffs():
     assert blocks("diff", "docs/guides/experts.md") == [experts]
 
 
+@pytest.mark.full
 @limit(SECONDS)
 def test_train_lm():
     output = launch(4, "train_lm.py", "--steps", "12")

@@ -82,7 +82,13 @@ def test_what_makes_parts_differ_is_refused_before(
     assert "in two parts" in said
 
 
-@pytest.mark.parametrize("name", [name for name in FAULTS if name not in AT_BUILD])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if number % 2 else ())
+        for number, name in enumerate(n for n in FAULTS if n not in AT_BUILD)
+    ],
+)
 def test_a_planted_fault_is_found_and_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
     fault.plant(monkeypatch)

@@ -183,7 +183,13 @@ def test_dropout_is_named_alike_in_stages() -> None:
     assert "attention" in found["glue"]["rules"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if number % 3 else ())
+        for number, name in enumerate(CASES)
+    ],
+)
 def test_attention_is_split_by_heads_only_where_they_stay_apart(name: str) -> None:
     case = CASES[name]
     graph = capture(wh.split()(case.build()), case.batches()[0], case.loss).graph

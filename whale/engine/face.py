@@ -137,7 +137,8 @@ class _Method:
         before = [tensor.detach().clone() for tensor in tensors]
         done = self.plain()(*args, **kwargs)
         for tensor, values in zip(tensors, before, strict=True):
-            if not torch.equal(tensor.detach(), values):
+            same = (tensor == values) | ((tensor != tensor) & (values != values))  # noqa: PLR0124
+            if not bool(same.all()):
                 raise WhaleError(
                     f"{type(self.module).__name__}.train writes to its weights or buffers while a "
                     "step is open, which trains a copy: what it merges or freezes here would be "

@@ -95,6 +95,7 @@ def outcome(seed: int, in_turn: bool) -> str:
     return "exact" if kinds == {"exact"} else "loud" if "loud" in kinds else "none"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("first", [0, 40])
 def test_random_losses_are_exact_or_refused(first: int, in_turn: bool) -> None:
