@@ -52,6 +52,9 @@ PRELOAD = [
 START_S = 120.0
 """How long processes may take to start: the first run waits for the server to load its modules."""
 
+PATIENCE = 3.0
+"""Times the timeouts that tests name: they are for two idle cores, and a hang is a hang later too."""
+
 GRACE_S = 0.5
 """How long the other ranks may still report after the first failure, before they are killed."""
 
@@ -145,6 +148,8 @@ def run_ranks(
     Raises:
         RankFailure: a rank raised, ended without a word or was not done after `timeout` seconds; or
             `expect_failure` was set and none did.
+
+    `timeout` is for two idle cores: see `PATIENCE`.
     """
     target = _describe(fn)
     payload = _dump(args)
@@ -163,7 +168,7 @@ def run_ranks(
                 theirs.close()
                 ranks.append(_Rank(process, ours, stacks))
             _await_start(ranks)
-            _collect(ranks, timeout, EXPECTED_GRACE_S if expect_failure else GRACE_S)
+            _collect(ranks, PATIENCE * timeout, EXPECTED_GRACE_S if expect_failure else GRACE_S)
             failure = _failure(ranks)
             if failure is None:
                 for r in ranks:

@@ -99,7 +99,7 @@ def compare(case_name: str, layout_name: str, more: dict[str, Any] | None = None
     return worst_errors(results, truth, with_gradients=max_norm is None)
 
 
-AT_ONCE = 6
+AT_ONCE = 3
 """Cases that one set of ranks trains: starting the ranks takes longer than training."""
 
 
