@@ -53,7 +53,7 @@ START_S = 120.0
 """How long processes may take to start: the first run waits for the server to load its modules."""
 
 PATIENCE = 3.0
-"""Times the timeouts that tests name: they are for two idle cores, and a hang is a hang later too."""
+"""Times the timeouts that tests name, which are for two idle cores; a hang is one later too."""
 
 GRACE_S = 0.5
 """How long the other ranks may still report after the first failure, before they are killed."""
