@@ -213,11 +213,11 @@ CHANGES: dict[str, tuple[Callable[[Block], float], Change]] = {
     "set": (gain, lambda m, i: m.block.chosen.add(i)),
     "new object": (gain, lambda m, i: m.block.known.update(warmth=Warmth(now=2.0 * i))),
     "array": (spread, lambda m, i: m.block.times.fill(i)),
+    "counted too": (in_object, lambda m, i: i == 2 and setattr(m.block.clock, "time", 9)),
 }
 REFUSED: dict[str, tuple[Callable[[Block], float], Change]] = {
     "tensor": (spread, lambda m, i: m.block.factor.fill_(i)),
     "module": (still, lambda m, i: i == 2 and m.head.__delitem__(1)),
-    "counted too": (in_object, lambda m, i: i == 2 and setattr(m.block.clock, "time", 9)),
 }
 FLIPS: dict[str, tuple[Change, frozenset[str]]] = {
     "gain": (lambda m, i: setattr(Settings, "gain", 1.0 + i), frozenset()),

@@ -175,7 +175,7 @@ def _capture(
         changes=first.changes,
         called=frozenset(seen.called),
         traces=first.traces,
-        read=frozenset(name for run in (first, *others.values()) for name in run.reads),
+        read=frozenset(first.reads),
         differentiates=any(run.differentiates for run in (first, *others.values())),
         counted=counted,
         moved=first.moved,

@@ -230,6 +230,7 @@ class Face:
     def take_off(self) -> None:
         """The model is the user's alone again."""
         self._step = None
+        self.following.take_back()
         _unwatch(self)
         _take_off(self.methods)
         for module, _ in self.pairs:
@@ -242,6 +243,7 @@ class Face:
     def note(self) -> None:
         """The user's tensors are those that train."""
         self._fresh = self.steps
+        self.following.keep()
         self.unchanged.note()
 
     def follow(self) -> bool:

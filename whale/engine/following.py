@@ -90,6 +90,10 @@ class Following:
         self._pairs = sorted(pairs, key=lambda pair: not traced(pair[0]))
         self._traced, self._tally = traced, tally
         self._steps = 0
+        self._given: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}
+        """By attribute that was moved in the user's model: where, what it was, what it was made."""
+        self._filled: dict[int, tuple[Box, Values]] = {}
+        """The same of things that hold values."""
         self.stale = False
         """Whether the script gave a module another object since."""
         self._again()
@@ -179,12 +183,29 @@ class Following:
         moved = [each for each in self._numbers if each[2].get(each[0]) is not each[1].get(each[0])]
         for name, user, local in moved:
             if isinstance(value := local.get(name, GONE), PLAIN):
+                _, old, _ = self._given.get((id(user), name), (user, user.get(name), None))
+                self._given[id(user), name] = user, old, value
                 user[name] = value
         for each in self._watched:
             if each.theirs is not None and not each.theirs.holds(each.held):
                 now = each.theirs.read()
+                self._filled.setdefault(id(each.box.thing), (each.box, each.values))
                 _copy_back(each.box, each.theirs, changes(each.theirs, each.held, now))
                 each.values, each.held = each.box.read(), now
+
+    def keep(self) -> None:
+        """What was given back is the user's own from here on."""
+        self._given.clear()
+        self._filled.clear()
+
+    def take_back(self) -> None:
+        """The user's model holds again what it held before the step moved it."""
+        for (_, name), (user, old, made) in self._given.items():
+            if user.get(name) is made:  # else the script has set another since
+                user[name] = old
+        for box, values in self._filled.values():
+            box.write(values)
+        self.keep()
 
     def _take_over(self, watched: _Watched) -> bool:
         """Whether anything came that holds more."""
