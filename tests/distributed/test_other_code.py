@@ -95,48 +95,6 @@ def test_code_that_did_not_run_at_first_is_exact_or_refused() -> None:
             assert isinstance(far, str) or far < 1e-9, (case, far)
 
 
-class Guarded(nn.Module):
-    """Reads the weight of its Linear by hand once told to, which nothing of a batch shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.linear.weight.t() if Guarded.late else self.linear(x)
-
-    late = False
-
-
-def late() -> str:
-    wh.init()
-    torch.manual_seed(0)
-    model = wh.annotate(nn.Sequential(Guarded(), nn.Linear(DIM, DIM)).double(), {"": wh.split()})
-    step = wh.parallelize(
-        model,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        batch=batch(),
-        loss=nn.functional.mse_loss,
-        config={"check_parts": False},
-    )
-    step(batch())
-    step._kinds.needed = False  # nothing looks: what is left is the table of parameters itself
-    Guarded.late = True
-    try:
-        step(batch(seed=1))
-    except wh.WhaleError as error:
-        return error.message
-    finally:
-        Guarded.late = False
-        step.close(forget=True)
-    return ""
-
-
-def test_a_shard_is_not_given_to_other_code() -> None:
-    for said in run_ranks(2, late):
-        assert "0.linear.weight is read by other code" in said
-
-
 # ---- experts -------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,6 @@ from whale.ir.updates import RankStep, rank_step
 from whale.nn.batch_norm import OwnBatchNorm, install_synced
 from whale.nn.deferred import WeightQueue
 from whale.nn.forwards import replace_forward
-from whale.nn.guarded import Watch, guard_parameters
 from whale.nn.inside import Inside, InsideForward
 from whale.nn.moe.courier import DTYPES, Courier
 from whale.nn.moe.layer import MoE, own_parts
@@ -129,7 +128,6 @@ def lower(
     _install_couriers(plan, rank, modules, groups, DTYPES[communication.token_dtype])
     surroundings = install_randomness(local, plan, captured, names, shards)
     queue = _install_deferral(plan, local, captured)
-    _guard(plan, rank, modules, params, surroundings.watch)
     parts = loss_parts(
         plan,
         rank,
@@ -184,29 +182,6 @@ def lower(
         program=captured.program,
         result=captured.result,
     )
-
-
-_READ_FREELY = ("user", "experts", "expert columns")
-"""Rules whose code may read its weights as it likes: a user's, and a layer of ours that is called
-by code of the user's."""
-
-
-def _guard(
-    plan: Plan,
-    rank: int,
-    modules: dict[str, nn.Module],
-    params: dict[str, nn.Parameter],
-    watch: Watch,
-) -> None:
-    """No other code may read what a split cuts."""
-    splits = [
-        (split.modules, [params[name] for name, _ in split.params])
-        for taskgraph in plan.taskgraphs
-        if rank in taskgraph.virtual_device.ranks
-        for split in taskgraph.splits
-        if split.rule not in _READ_FREELY
-    ]
-    guard_parameters(modules, splits, watch)
 
 
 def _half(communication: CommunicationConfig) -> HalfSums | None:

@@ -20,7 +20,6 @@ from whale.ir.plan import Plan
 from whale.nn.attention import MultiheadForward, supported
 from whale.nn.dropout import key_of
 from whale.nn.forwards import replace_forward
-from whale.nn.guarded import Watch
 from whale.nn.keyed_modules import KeyedDropout, is_dropout, key_multihead
 from whale.nn.moe.stacked import StackedForward
 from whale.nn.randomness import CallNames, Draws, KeyedRandom, follow_all
@@ -38,7 +37,6 @@ class Surroundings:
     ) -> None:
         self.names, self.draws, self.mode = names, draws, mode
         self.foreign, self.ranks = foreign, ranks
-        self.watch = Watch()
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -54,7 +52,6 @@ class Surroundings:
             stack.enter_context(recompute.scope(names))
             if self.mode is not None:
                 stack.enter_context(self.mode)
-            stack.enter_context(self.watch.on())
             yield
 
     @contextmanager
