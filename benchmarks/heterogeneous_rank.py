@@ -28,9 +28,9 @@ from torch import nn
 import whale as wh
 from benchmarks.paced_sockets import pace_sockets
 from whale.annotations import discover
-from whale.engine.capture import capture
-from whale.engine.measure import calibrate, with_layers
-from whale.engine.measure_links import Together
+from whale.engine.calibrate.links import Together
+from whale.engine.calibrate.profile import calibrate, with_layers
+from whale.engine.capture.captured import capture
 from whale.errors import PlanError
 from whale.models.registry import optimizer_factory, preset
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import whale as wh
 from benchmarks.paced_sockets import pace_sockets
 from whale.annotations import discover
-from whale.engine.measure import calibrate
+from whale.engine.calibrate.profile import calibrate
 from whale.planner import receives, schedules
 
 WIDTH, BLOCKS, ROWS, MICRO_BATCHES = 512, 8, 64, 8

@@ -12,7 +12,7 @@ import torch
 
 import whale as wh
 from benchmarks.heterogeneous_rank import even_stages
-from whale.engine.capture import capture
+from whale.engine.capture.captured import capture
 from whale.ir.cluster import Cluster, Device, Node
 from whale.models.registry import optimizer_factory, preset
 

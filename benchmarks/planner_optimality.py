@@ -31,6 +31,7 @@ from tests.unit.planner.instances import (
 from whale.errors import PlanError
 from whale.planner.balance import Member, balance, balance_shards
 from whale.planner.chain import GroupKind, Stage, partition
+from whale.planner.span_memory import SpanMemory
 
 COMMAND = "python -m benchmarks.planner_optimality --out benchmarks/results/planner-optimality.md"
 Case = BalanceCase | ChainCase
@@ -104,10 +105,10 @@ def paper_chain(case: ChainCase, *, repaired: bool) -> tuple[Answer, bool]:
     groups = [case.kinds[number] for number in kinds]
     shares: Shares = algorithm1(
         [case.speeds[number] for number in kinds],
-        [group.capacity_bytes - group.slack_bytes for group in groups],
+        [group.capacity_bytes - group.memory.driver for group in groups],
         [
-            sum(group.resident_bytes)
-            + min(case.num_micro_batch, len(groups) - index) * sum(group.activation_bytes)
+            sum(group.memory.static)
+            + min(case.num_micro_batch, len(groups) - index) * sum(group.memory.kept)
             for index, group in enumerate(groups)
         ],
         [case.speeds[number] / sum(case.speeds[n] for n in kinds) for number in kinds],
@@ -170,9 +171,7 @@ def scale_kinds(rng: random.Random, num_kinds: int, count: int, room: float) -> 
             count=count,
             capacity_bytes=room * sizes[number],
             seconds=tuple(work / speeds[number] * rng.uniform(0.97, 1.03) for work in flops),
-            resident_bytes=resident,
-            activation_bytes=activation,
-            slack_bytes=1e9,
+            memory=SpanMemory(static=resident, kept=activation, driver=1e9),
             edge_seconds=tuple(rng.uniform(0.01, 0.05) for _ in layers),
         )
         for number in range(num_kinds)

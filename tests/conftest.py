@@ -42,15 +42,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _not_needed(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases all of whose parameters, or pairs of them, are in cases kept before."""
-    covered: set[object] = set()
-    found = []
+    """Cases that are left out: those kept have every parameter, or every pair of them, of all.
+
+    The one with most that no other kept case has is taken first.
+    """
+    marker = items[0].get_closest_marker("covering")
+    assert marker is not None
+    tuples = {}
     for item in items:
-        marker = item.get_closest_marker("covering")
-        assert marker is not None
         values = sorted((name, repr(value)) for name, value in item.callspec.params.items())  # type: ignore[attr-defined]
-        tuples = set(itertools.combinations(values, min(marker.args[0], len(values))))
-        if tuples <= covered:
-            found.append(item)
-        covered |= tuples
-    return found
+        size = min(marker.args[0], len(values))
+        tuples[item] = set(itertools.combinations(values, size))
+    left = set().union(*tuples.values())
+    kept = set()
+    while left:
+        best = max(items, key=lambda item: len(tuples[item] & left))
+        kept.add(best)
+        left -= tuples[best]
+    return [item for item in items if item not in kept]

@@ -31,11 +31,29 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "annotations": frozenset({"errors", "ir"}),
     "runtime": frozenset({"errors", "config", "ir"}),
     "nn": frozenset({"errors", "ir", "runtime"}),
+    "optim": frozenset({"errors", "runtime"}),
     "engine": frozenset(
         {"errors", "config", "config_groups", "ir", "annotations", "runtime", "nn"}
     ),
-    "models": frozenset({"errors", "annotations", "nn"}),
+    "models": frozenset({"errors", "annotations", "nn", "optim"}),
     "datasets": frozenset({"errors"}),
+}
+# The rooms of the engine, each with what it may import besides itself: the user's objects, their
+# trace, ways to cut it, the graph of it all; then a Plan's program, its trials, and what
+# looks on while it runs. `step` and `recorder` are the door.
+ROOMS: Mapping[str, frozenset[str]] = {
+    "state": frozenset(),
+    "trace": frozenset({"state"}),
+    "split": frozenset({"state", "trace"}),
+    "capture": frozenset({"state", "trace", "split"}),
+    "lower": frozenset({"state", "trace", "split", "capture"}),
+    "trials": frozenset({"state", "trace", "capture", "lower"}),
+    "watch": frozenset({"state", "trace", "capture", "lower", "trials"}),
+    "checkpoint": frozenset({"state", "lower"}),
+    "calibrate": frozenset({"state", "trace", "capture"}),
+    "updating": frozenset({"lower"}),
+    "step": frozenset({"state", "lower", "watch", "checkpoint", "updating"}),
+    "recorder": frozenset({"trace", "step"}),
 }
 MAY_IMPORT_ANYTHING = frozenset({"parallel", "verification", "training", "cli", "__main__"})
 TORCH_FREE = frozenset(
@@ -120,6 +138,19 @@ def wrong_way(graph: Imports) -> list[str]:
     return found
 
 
+def wrong_room(graph: Imports) -> list[str]:
+    def room(module: str) -> str:
+        return module.removeprefix("whale.engine").strip(".").split(".")[0]
+
+    return [
+        f"{module} imports {target}"
+        for module, targets in graph.items()
+        if unit_of(module) == "engine"
+        for target in sorted(targets)
+        if unit_of(target) == "engine" and room(target) not in {room(module), *ROOMS[room(module)]}
+    ]
+
+
 def cycle_in(graph: Imports) -> list[str]:
     """One import cycle, as its modules in order; empty when there is none."""
     done: set[str] = set()
@@ -143,6 +174,16 @@ def cycle_in(graph: Imports) -> list[str]:
 
 def test_imports_point_one_way():
     assert wrong_way(tree_graph()) == []
+
+
+def test_rooms_of_the_engine_point_one_way():
+    graph = {
+        module: targets for module, targets in tree_graph().items() if module != "whale.engine"
+    }
+    assert wrong_room(graph) == []
+    assert cycle_in(ROOMS) == []
+    bad = {"whale.engine.trace.a": frozenset({"whale.engine.lower.b", "whale.engine.trace.c"})}
+    assert wrong_room(bad) == ["whale.engine.trace.a imports whale.engine.lower.b"]
 
 
 def test_no_import_cycles():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from whale import nn as nn
+    from whale import optim as optim
     from whale.annotations import annotate as annotate
     from whale.annotations import cluster as cluster
     from whale.annotations import pipeline as pipeline
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from whale.annotations import split as split
     from whale.annotations import stage as stage
     from whale.config import Config as Config
-    from whale.engine.rules import register_rule as register_rule
+    from whale.engine.split.rules import register_rule as register_rule
     from whale.errors import AnnotationError as AnnotationError
     from whale.errors import CaptureError as CaptureError
     from whale.errors import CheckpointError as CheckpointError
@@ -66,7 +67,7 @@ _NAMES_OF = {
     "whale.runtime.data": ("shard",),
     "whale.runtime.means": ("weighted_mean",),
     "whale.runtime.outputs": ("mean", "sum", "concat"),
-    "whale.engine.rules": ("register_rule",),
+    "whale.engine.split.rules": ("register_rule",),
     "whale.verification.check": ("verify",),
     "whale.verification.verdict": ("Mismatch", "Verdict"),
     "whale.errors": (
@@ -89,8 +90,8 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return _version()
-    if name == "nn":  # the one folder users write: wh.nn.MoE
-        return importlib.import_module("whale.nn")
+    if name in ("nn", "optim"):  # folders that users write: wh.nn.MoE, wh.optim.Adafactor
+        return importlib.import_module(f"whale.{name}")
     if name not in _MODULE_OF:
         near = difflib.get_close_matches(name, _MODULE_OF, n=1)
         also = f"; did you mean 'whale.{near[0]}'?" if near else ""

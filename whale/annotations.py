@@ -8,14 +8,15 @@ nothing else happens until `wh.parallelize`. Paper section 3, Table 1.
 from __future__ import annotations
 
 import difflib
-import fnmatch
+import gc
 import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 
 from whale.errors import AnnotationError, ClusterError
 from whale.ir.cluster import Cluster, DeviceSlice
+from whale.ir.patterns import matches
 from whale.ir.strategy import Scope, Tag, check_nesting
 
 TAG = "_whale_tag"
@@ -32,7 +34,7 @@ _LOG = logging.getLogger("whale")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _ambient: ContextVar[Tag] = ContextVar("whale_scopes", default=())
-_default: ContextVar[Scope | None] = ContextVar("whale_default_strategy", default=None)
+_default: ContextVar[_Default | None] = ContextVar("whale_default_strategy", default=None)
 _cluster: ContextVar[ClusterLayout | None]
 _uids = itertools.count()
 
@@ -47,7 +49,7 @@ def _caller() -> str:
 
 
 class _ModuleInit:
-    """Tags modules as they are built, while a scope or a default strategy is open.
+    """Tags modules as they are built, while a scope is open.
 
     `nn.Module.__init__` is wrapped only for that time and put back after: torch's own registration
     hooks miss a module that is built in a scope and attached outside it.
@@ -64,9 +66,7 @@ class _ModuleInit:
 
             def tagging(module: nn.Module, *args: Any, **kwargs: Any) -> None:
                 original(module, *args, **kwargs)
-                default = _default.get()
-                tag = _ambient.get() or ((default,) if default else ())
-                if tag:
+                if tag := _ambient.get():
                     module.__dict__[TAG] = tag
 
             nn.Module.__init__ = tagging  # type: ignore[method-assign,assignment]
@@ -146,6 +146,26 @@ def _devices(kind: str, count: int | DeviceSlice | None, where: str) -> dict[str
     return {"device_count": count}
 
 
+def _name(kind: str, name: str | int | None, where: str) -> str | None:
+    """As text: stages are often numbered."""
+    if name is None or isinstance(name, str):
+        return name
+    if isinstance(name, int) and not isinstance(name, bool):
+        return str(name)
+    raise AnnotationError(
+        f"{kind}(name={name!r}): a name is text, this is a {type(name).__name__}",
+        hint="wh.replicate and wh.split take a device count, wh.stage a name only: "
+        "(wh.stage(), wh.split(2)) is a stage on two devices",
+        where=where,
+    )
+
+
+def _on_devices(kind: str, count: int | DeviceSlice | None, name: str | None) -> Primitive:
+    where = _caller()
+    devices, name = _devices(kind, count, where), _name(kind, name, where)
+    return Primitive(Scope(kind=kind, uid=-1, where=where, name=name, **devices))
+
+
 def replicate(
     device_count: int | DeviceSlice | None = None, *, name: str | None = None
 ) -> Primitive:
@@ -153,9 +173,7 @@ def replicate(
 
     Every device of it holds the whole and takes a share of the rows.
     """
-    where = _caller()
-    devices = _devices("replicate", device_count, where)
-    return Primitive(Scope(kind="replicate", uid=-1, where=where, name=name, **devices))
+    return _on_devices("replicate", device_count, name)
 
 
 replica = replicate
@@ -164,14 +182,13 @@ replica = replicate
 
 def split(device_count: int | DeviceSlice | None = None, *, name: str | None = None) -> Primitive:
     """A sharded TaskGraph: every device of it holds a part of the weights and sees all rows."""
-    where = _caller()
-    devices = _devices("split", device_count, where)
-    return Primitive(Scope(kind="split", uid=-1, where=where, name=name, **devices))
+    return _on_devices("split", device_count, name)
 
 
-def stage(name: str | None = None) -> Primitive:
+def stage(name: str | int | None = None) -> Primitive:
     """A pipeline stage. Stages run on disjoint devices, in execution order."""
-    return Primitive(Scope(kind="stage", uid=-1, where=_caller(), name=name))
+    where = _caller()
+    return Primitive(Scope(kind="stage", uid=-1, where=where, name=_name("stage", name, where)))
 
 
 def pipeline(num_micro_batch: int | None = None, schedule: str | None = None) -> Primitive:
@@ -209,10 +226,39 @@ def set_default_strategy(strategy: Primitive | None) -> None:
             hint="for example wh.set_default_strategy(wh.replicate())",
             where=_caller(),
         )
-    was_open = _default.get() is not None
-    _default.set(strategy._fresh() if strategy else None)
-    if (strategy is not None) != was_open:
-        (_module_init.acquire if strategy else _module_init.release)()
+    apply_default()
+    known = {id(module): weakref.ref(module) for module in _modules()}
+    _default.set(_Default(strategy._fresh(), known) if strategy is not None else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Default:
+    """A default strategy, and the modules that there were before it."""
+
+    scope: Scope
+    known: dict[int, weakref.ref[nn.Module]]
+
+
+def apply_default() -> None:
+    """Tags what was built since the default strategy was set, and in no scope.
+
+    Found among all objects when it is wanted, so that nobody watches every module being built.
+    """
+    default = _default.get()
+    if default is None:
+        return
+    for module in _modules():
+        before = default.known.get(id(module))
+        if TAG not in module.__dict__ and (before is None or before() is not module):
+            module.__dict__[TAG] = (default.scope,)
+
+
+def _modules() -> Iterator[nn.Module]:
+    """All that are alive."""
+    for found in gc.get_objects():
+        # By its type: an object may answer `isinstance` with code of its own.
+        if issubclass(type(found), nn.Module) and "_modules" in found.__dict__:
+            yield found
 
 
 class ClusterLayout:
@@ -306,11 +352,12 @@ def annotate(model: ModuleT, entries: Mapping[str, Entry]) -> ModuleT:
                 where=where,
             )
         scopes.append((pattern, tuple(p._fresh() for p in primitives)))
+    apply_default()
     matched: dict[str, list[tuple[int, Tag]]] = {}
     reached: set[str] = set()
     for pattern, tag in sorted(scopes, key=lambda scope: scope[0] == _REST):
         rest = pattern == _REST
-        hits = _rest(paths, reached) if rest else [p for p in paths if _matches(pattern, p)]
+        hits = _rest(paths, reached) if rest else [p for p in paths if matches(pattern, p)]
         if not hits:
             nearest = ", ".join(itertools.islice((p for p in paths if p), 6))
             raise AnnotationError(
@@ -345,7 +392,7 @@ _REST = "..."
 def _warn_idle(pattern: str, paths: Iterable[str], where: str) -> None:
     """An alternative that matches nothing is legal, and often a typo."""
     for alternative in pattern.split("|"):
-        if not any(_matches(alternative, path) for path in paths):
+        if not any(matches(alternative, path) for path in paths):
             near = difflib.get_close_matches(alternative.strip(), [p for p in paths if p], 3, 0.0)
             _LOG.warning(
                 "%s: annotate: %r in the pattern %r matches no module; nearest are: %s",
@@ -366,14 +413,3 @@ def _rest(paths: Iterable[str], reached: set[str]) -> list[str]:
         if path not in around and parents.isdisjoint(reached) and parents.isdisjoint(found):
             found.append(path)
     return found
-
-
-def _matches(pattern: str, path: str) -> bool:
-    parts = path.split(".") if path else []
-    for alternative in pattern.split("|"):
-        globs = alternative.strip().split(".") if alternative.strip() else []
-        if len(globs) == len(parts) and all(
-            fnmatch.fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True)
-        ):
-            return True
-    return False

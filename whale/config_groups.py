@@ -1,7 +1,6 @@
 """The groups of settings of `Config`, each a frozen dataclass that checks itself.
 
-Place in the flow: below `config`, which puts them together and reads keys and the environment. A
-setting whose feature is not there yet is refused, never ignored.
+Place in the flow: below `config`, which puts them together and reads keys and the environment.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class Rule:
     above: float | None = None
     choices: tuple[object, ...] | None = None
     device_list: bool = False
-    missing: str | None = None
-    """The feature it belongs to, when that is not available yet: only the default passes."""
+    scale: bool = False
     why: str | None = None
     """The reason behind the rule, printed as the hint."""
 
@@ -76,48 +74,77 @@ class AutoConfig(SettingGroup):
 
     auto_parallel: bool = setting(False)
     """Let the planner choose what no annotation fixes; annotations stay constraints."""
+    fit: bool = setting(True)
+    """Let the planner recompute, share out and offload to make it fit, where no setting says so."""
     objective: str = setting("time", choices=("time", "energy"))
     """What the plan that is chosen has least of, per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientCheckpointConfig(SettingGroup):
-    """Recompute of activations. Not available yet."""
+    """Recompute: Layers whose forward runs again in the backward, to keep less in between."""
 
-    type: str = setting("", missing="recompute")
-    """What is recomputed in the backward pass; empty for nothing."""
-    end_taskgraph: int = setting(-1, missing="recompute")
+    type: str = setting("", choices=("", "auto", "collection"))
+    """Layers by the memory there is (auto), those of `layers` (collection), or none."""
+    layers: str = setting("*")
+    """The Layers of a collection, as a pattern of `wh.annotate`."""
+    keep: str = setting("inputs", choices=("inputs", "products"))
+    """What of them stays: their inputs, or the outputs of products and attention beside them."""
+    end_taskgraph: int = setting(-1, minimum=-1)
     """Last TaskGraph that is recomputed; -1 for all."""
-    check_gradients: bool = setting(False, missing="recompute")
-    """Compare the gradients with those computed without recompute."""
+    check_gradients: bool = setting(
+        False,
+        choices=(False,),
+        why="the stages are tried beside the model at build; `whale verify` compares all gradients",
+    )
+    """EPL's key: Whale always tries recompute at build."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConfig(SettingGroup):
-    """Sharded optimizer state, gradients and weights. Not available yet."""
+    """Training state that ranks with copies of it share out."""
 
-    level: str = setting("", missing="ZeRO")
-    """What is sharded over the replicas; empty for nothing."""
+    level: str = setting("", choices=("", "v0", "v1", "v2"))
+    """What is shared out: the update (v0), gradients too (v1), parameters too (v2); or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig(SettingGroup):
-    """Weights and optimizer state in host memory. Not available yet."""
+    """Training state and activations in host memory."""
 
-    level: str = setting("", missing="offload")
-    """What lives in host memory; empty for nothing."""
+    level: str = setting("", choices=("", "state", "weights", "update", "v0"))
+    """On the host: `state`, `weights` (updated on the device), the `update`, or all of it (v0)."""
+    activations: bool = setting(False)
+    """Whether what Layers keep for their backward waits on the host."""
+    layers: str = setting("*")
+    """The Layers this is for, as a pattern of `wh.annotate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AmpConfig(SettingGroup):
-    """Mixed precision. Not available yet."""
+    """Mixed precision."""
 
-    level: str = setting("", missing="mixed precision")
-    """Which operations run in low precision; empty for none."""
-    loss_scale: str | float = setting("dynamic", missing="mixed precision")
-    """Factor on the loss against underflow: "dynamic" or a number."""
-    debug_log: bool = setting(False, missing="mixed precision")
-    """Log every cast."""
+    level: str = setting("", choices=("", "O1", "O2"))
+    """Half precision as torch's autocast has it (O1), in all but batch norms (O2), or none."""
+    dtype: str = setting("bfloat16", choices=("bfloat16", "float16"))
+    """Which half precision."""
+    master: str = setting("float32", choices=("float32", "split", "stochastic", "none"))
+    """With O2, how what is updated is kept: see `whale.ir.precision`."""
+    gradients: str = setting("float32", choices=("float32", ""))
+    """With O2, what gradients are added up and summed in; empty: in half precision."""
+    loss_scale: str | float = setting("dynamic", scale=True)
+    """With float16, the factor on the loss against underflow: "dynamic" or a number."""
+    debug_log: bool = setting(False)
+    """Log every change of the loss scale."""
+
+    def __post_init__(self) -> None:
+        SettingGroup.__post_init__(self)
+        if self.level == "O2" and self.master == "split" and self.dtype != "bfloat16":
+            raise ConfigError(
+                f"amp.master = 'split' with amp.dtype = {self.dtype!r}: only a bfloat16 is the "
+                "upper half of a float32",
+                hint="choose amp.master float32, stochastic or none, or amp.dtype bfloat16",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +153,10 @@ class OptimizerConfig(SettingGroup):
 
     max_grad_norm: float | None = setting(None, above=0)
     """Clip the global gradient norm of the whole model to this; None for no clipping."""
-    num_apply_group: int = setting(1, minimum=1, missing="group-wise apply")
+    num_apply_group: int = setting(1, minimum=1)
     """Groups in which the update is applied one after another, to save memory."""
+    apply_in_backward: bool = setting(False)
+    """Update a group as soon as its gradients are complete, and let them go."""
     elementwise: bool | None = setting(None)
     """Whether the optimizer updates each element from that element alone; None: by its class."""
 
@@ -237,12 +266,6 @@ def check(values: Any, *, prefix: str, only: Iterable[str] | None = None) -> Non
                 f"{key} = {value!r}; allowed: {problem}; the default is {f.default!r}",
                 hint=rule.why,
             )
-        if rule.missing and value != f.default:
-            raise ConfigError(
-                f"{key} = {value!r}: {rule.missing} is not available yet; allowed: the default, "
-                f"{f.default!r}",
-                hint=f"leave {key} out",
-            )
 
 
 def _broken(rule: Rule, value: Any) -> str | None:
@@ -254,6 +277,9 @@ def _broken(rule: Rule, value: Any) -> str | None:
         return f"a finite number above {rule.above}"
     if rule.choices is not None and value not in rule.choices:
         return ", ".join(repr(choice) for choice in rule.choices)
+    number = not isinstance(value, str) and 0 < value < float("inf")
+    if rule.scale and value != "dynamic" and not number:
+        return '"dynamic" or a finite number above 0'
     if rule.device_list and value:
         indices = [part.strip() for part in value.split(",")]
         if not all(part.isdecimal() for part in indices) or len({*indices}) < len(indices):

@@ -25,32 +25,38 @@ from whale.annotations import ClusterLayout, ambient_cluster, discover
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
 from whale.cost.compute import Training
-from whale.engine.capture import Captured, capture
-from whale.engine.face import hide_from_compiler, plainly
-from whale.engine.look import look
-from whale.engine.loose_ends import refuse_loose_ends
-from whale.engine.lower import lower
-from whale.engine.outsiders import refuse_own_parameters
-from whale.engine.rehearsal import rehearse
-from whale.engine.step import OptimizerFactory, Step
-from whale.engine.stillness import leaves_no_trace
-from whale.engine.wrappers import refuse_wrapped
+from whale.engine.capture.captured import Captured, capture
+from whale.engine.lower.lowered import lower
+from whale.engine.state.copies import in_precision
+from whale.engine.state.loose_ends import refuse_loose_ends
+from whale.engine.state.stillness import leaves_no_trace
+from whale.engine.state.wrappers import refuse_wrapped
+from whale.engine.step import Step
+from whale.engine.trials.look import Looked, look
+from whale.engine.trials.rehearsal import rehearse
+from whale.engine.updating import OptimizerFactory
+from whale.engine.watch.face import hide_from_compiler, plainly
+from whale.engine.watch.outsiders import refuse_own_parameters
 from whale.errors import PlanError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan
+from whale.ir.precision import Precision
 from whale.ir.profile import Profile
 from whale.ir.reasons import grouped_reasons
 from whale.ir.schedule import Action, Schedule
+from whale.planner.applying import check_early
 from whale.planner.given import check_given, check_kind
 from whale.planner.make_plan import make_plan, orders_of
+from whale.planner.precision import precision_of
 from whale.planner.schedules import rank_actions
 from whale.runtime import batch as batches
-from whale.runtime.agreement import check_same_program, check_same_weights
+from whale.runtime.agreement import check_same_program, check_same_weights, found_once
 from whale.runtime.compat import compiled_parts, drop_cached_fakes, uncompiled_function
 from whale.runtime.heartbeat import says_who_is_lost
-from whale.runtime.optimizer import state_tensors
+from whale.runtime.optimizer import kind_of
 from whale.runtime.outputs import Merge
 from whale.runtime.preflight import check_versions
+from whale.runtime.signature import autocast_of
 from whale.sim.report import Report
 from whale.sim.simulate import simulate as run_on_clock
 
@@ -128,12 +134,32 @@ def parallelize(
         outputs: Named outputs to merge, such as `{"accuracy": wh.mean}`.
     """
     settings = _config(config)
+    precision = plan.precision if plan is not None else precision_of(settings)
+    with autocast_of(precision, _local_device(settings)):
+        return _parallelize(
+            model, optimizer, batch, loss, settings, cluster, plan, outputs or {}, precision
+        )
+
+
+def _parallelize(
+    model: nn.Module,
+    optimizer: OptimizerFactory,
+    batch: Any,
+    loss: Callable[[Any, Any], Any] | None,
+    settings: Config,
+    cluster: str | Cluster | ClusterLayout | None,
+    plan: Plan | None,
+    outputs: Mapping[str, Merge],
+    precision: Precision,
+) -> Step:
     refuse_wrapped(model)
     loss = uncompiled_function(loss)  # the trials look into it, and one device's result is the same
     refuse_own_parameters(model, loss)
     _say_eager(model)
     batches.refuse_layouts(batch)
-    captured = capture(model, batch, loss)
+    # What computes, where that is not the model in its own dtype; what is kept is made of `model`.
+    computed, example = in_precision(model, precision), batches.in_precision(batch, precision, loss)
+    captured = capture(computed, example, loss)
     drop_cached_fakes()
     if plan is None:
         plan = _plan(
@@ -143,6 +169,8 @@ def parallelize(
         _refuse_overflow(plan)
     else:
         check_given(plan, captured.graph)
+        if plan.early:
+            check_early(plan, settings.optimizer.max_grad_norm)
     _warn_of_low_share(plan)
     rank, num_ranks = _rank()
     if plan.num_ranks != num_ranks:
@@ -154,11 +182,16 @@ def parallelize(
     check_same_weights(model, rank, num_ranks, _local_device(settings))
     if len(plan.stages) > 1 and captured.program is not None:
         check_same_program(captured.program.digest(), num_ranks)
-    refuse_loose_ends(model, loss, captured.changes)
-    looked = look(
-        model, batch, loss, plan, captured, outputs=outputs or {}, check=settings.check_parts
-    )
-    names = frozenset(outputs or ())
+    refuse_loose_ends(model, captured.changes)
+
+    def look_at_it() -> Looked:
+        # In the model's own dtype, where a difference is seen in more digits.
+        wide = captured if computed is model else capture(model, batch, loss)
+        return look(model, batch, loss, plan, wide, outputs=outputs, check=settings.check_parts)
+
+    # Code that could not be traced might wait for other ranks.
+    looked = found_once(look_at_it, num_ranks) if captured.program is not None else look_at_it()
+    names = frozenset(outputs)
     group = _group_of(plan, rank)
     lowered = lower(
         model,
@@ -176,10 +209,10 @@ def parallelize(
         trial=looked.trial,
         rehearsal=partial(
             rehearse,
-            model=model,
+            model=computed,
             plan=plan,
             captured=captured,
-            batch=batch,
+            batch=example,
             loss=loss,
             rank=rank,
             device=_local_device(settings),
@@ -197,8 +230,8 @@ def parallelize(
         optimizer=optimizer,
         config=settings,
         forward_actions=forward_actions(plan.schedule, group) if group is not None else [],
-        outputs=outputs or {},
-        batch=batch,
+        outputs=outputs,
+        batch=example,
         rank=rank,
         predict=lambda measured: replace(
             simulate(plan, title=type(model).__name__), measured=measured
@@ -225,9 +258,13 @@ def plan(
     """
     refuse_wrapped(model)
     batches.refuse_layouts(batch)
-    captured = capture(model, batch, uncompiled_function(loss))
+    settings = _config(config)
+    precision, loss = precision_of(settings), uncompiled_function(loss)
+    with autocast_of(precision, torch.device("cpu")):
+        example = batches.in_precision(batch, precision, loss)
+        captured = capture(in_precision(model, precision), example, loss)
     training = _training(optimizer) if optimizer is not None else Training()
-    return _plan(captured, _cluster(cluster), _config(config), batches.num_rows(batch), training)
+    return _plan(captured, _cluster(cluster), settings, batches.num_rows(batch), training)
 
 
 def simulate(plan: Plan, *, title: str = "") -> Report:
@@ -271,10 +308,12 @@ def _say_eager(model: nn.Module) -> None:
 
 
 def _training(optimizer: OptimizerFactory) -> Training:
-    name, states = state_tensors(optimizer)
+    kind = kind_of(optimizer)
     return Training(
-        optimizer=name,
-        state_tensors=states,
+        optimizer=kind.name,
+        state_tensors=kind.state_tensors,
+        scratch_tensors=0.0 if kind.widens_itself else 1.0,
+        widens_itself=kind.widens_itself,
         tf32=torch.get_float32_matmul_precision() != "highest",
     )
 

@@ -17,10 +17,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import whale as wh
-from whale.engine import gather, loss_parts, lower, step, weights
+from whale.engine import step, updating
+from whale.engine.checkpoint import gather
+from whale.engine.lower import loss_parts, weights
+from whale.engine.lower import lowered as lower
 from whale.nn import batch_norm, column_shard, dropout, sharded
 from whale.runtime import batch as batches
-from whale.runtime import collectives, executor, grads, weighing
+from whale.runtime import buckets, collectives, executor, grads, weighing
 from whale.runtime.groups import Communicator, communicator
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -177,15 +180,13 @@ def _drop_buckets(*names: str) -> Plant:
     """The all-reduce of the buckets that hold these parameters does not happen; none: of all."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        launch = grads.GradientBuckets._launch
+        launch = buckets.WholeBucket.launch
 
-        def faulty(self: Any, item: Any) -> None:
-            held = {piece.home.name for piece in item.bucket.slices}
-            if names and not held & set(names):
-                launch(self, item)
-            item.launched = True
+        def faulty(self: Any, *args: Any) -> None:
+            if names and not self.names & set(names):
+                launch(self, *args)
 
-        monkeypatch.setattr(grads.GradientBuckets, "_launch", faulty)
+        monkeypatch.setattr(buckets.WholeBucket, "launch", faulty)
 
     return plant
 
@@ -208,7 +209,9 @@ def _scale(change: Callable[[Tensor], Tensor]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         scale = grads.GradientBuckets.scale
         monkeypatch.setattr(
-            grads.GradientBuckets, "scale", lambda self, factor: scale(self, change(factor))
+            grads.GradientBuckets,
+            "scale",
+            lambda self, factor, names: scale(self, change(factor), names),
         )
 
     return plant
@@ -313,7 +316,7 @@ def _overwritten_skip(monkeypatch: pytest.MonkeyPatch) -> None:
         self: Any, kind: str, stage: int, micro_batch: int, other: int, value: int
     ) -> Tensor:
         got = take(self, kind, stage, micro_batch, other, value)
-        readers = [t for t, values in self.stages[stage].outgoing.items() if value in values]
+        readers = [t for t, values in self._stages[stage].outgoing.items() if value in values]
         return got * 0 if kind == "B" and other != max(readers) else got
 
     monkeypatch.setattr(executor.Executor, "_take", faulty)
@@ -403,15 +406,15 @@ def _no_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _optimizer(spoil: Callable[[torch.optim.Optimizer], None]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        make = step.Step._make_optimizer
+        make = updating._made
 
-        def faulty(self: Any, factory: Any) -> torch.optim.Optimizer:
-            made = make(self, factory)
+        def faulty(*args: Any) -> torch.optim.Optimizer:
+            made = make(*args)
             if rank() == 1:
                 spoil(made)
             return made
 
-        monkeypatch.setattr(step.Step, "_make_optimizer", faulty)
+        monkeypatch.setattr(updating, "_made", faulty)
 
     return plant
 
@@ -428,10 +431,10 @@ def _other_start(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = lower.local_copy
 
     def faulty(*args: Any) -> Any:
-        local, params, pieces = copy(*args)
+        local, held = copy(*args)
         if rank() == 1:
-            params["2.weight"].data[3, 1] += 1e-6
-        return local, params, pieces
+            held.params["2.weight"].data[3, 1] += 1e-6
+        return local, held
 
     monkeypatch.setattr(lower, "local_copy", faulty)
 

@@ -35,7 +35,8 @@ from tests.distributed.faults import (
     tokens,
     vectors,
 )
-from whale.engine import lower, step
+from whale.engine import step, updating
+from whale.engine.lower import lowered as lower
 from whale.nn import dropout
 from whale.runtime import batch as batches
 from whale.runtime import data, executor, grads
@@ -280,10 +281,10 @@ def _from_step(number: int, every: int = 1) -> Plant:
         scale = grads.GradientBuckets.scale
         calls = [0]
 
-        def faulty(self: Any, factor: Tensor) -> None:
+        def faulty(self: Any, factor: Tensor, names: Any) -> None:
             calls[0] += 1
             wrong = calls[0] >= number and calls[0] % every == 0
-            scale(self, factor / 2 if wrong else factor)
+            scale(self, factor / 2 if wrong else factor, names)
 
         monkeypatch.setattr(grads.GradientBuckets, "scale", faulty)
 
@@ -294,10 +295,10 @@ def _optimizer_at(number: int, spoil: Callable[[dict[str, Any]], None]) -> Plant
     """After some update rank 1's optimizer has forgotten something; no weight shows it yet."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        make = step.Step._make_optimizer
+        make = updating._made
 
-        def faulty(self: Any, factory: Any) -> torch.optim.Optimizer:
-            made = make(self, factory)
+        def faulty(*args: Any) -> torch.optim.Optimizer:
+            made = make(*args)
             calls = [0]
 
             def after(*_: Any) -> None:
@@ -309,7 +310,7 @@ def _optimizer_at(number: int, spoil: Callable[[dict[str, Any]], None]) -> Plant
             made.register_step_post_hook(after)
             return made
 
-        monkeypatch.setattr(step.Step, "_make_optimizer", faulty)
+        monkeypatch.setattr(updating, "_made", faulty)
 
     return plant
 
@@ -435,8 +436,8 @@ def _in_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
         cast[0] = taken.signature.autocast
         return train(self, taken)
 
-    def faulty(self: Any, factor: Tensor) -> None:
-        scale(self, factor * 1.5 if cast[0] is not None else factor)
+    def faulty(self: Any, factor: Tensor, names: Any) -> None:
+        scale(self, factor * 1.5 if cast[0] is not None else factor, names)
 
     monkeypatch.setattr(wh.Step, "_train", noted)
     monkeypatch.setattr(grads.GradientBuckets, "scale", faulty)

@@ -8,8 +8,8 @@ import torch
 
 import whale as wh
 from tests.ranks import run_ranks
-from whale.engine.measure import calibrate
-from whale.engine.measure_links import Together, measure_contention
+from whale.engine.calibrate.links import Together, measure_contention
+from whale.engine.calibrate.profile import calibrate
 from whale.ir.profile import Profile
 from whale.models.registry import preset
 

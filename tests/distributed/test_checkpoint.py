@@ -22,8 +22,10 @@ from tests.parity import zoo
 from tests.parity.layouts import LAYOUTS, LayerPaths, Layout, whole
 from tests.parity.reference import greatest_entry, relative_error, train_reference
 from tests.ranks import run_ranks
-from whale.engine import checkpoint, checkpoint_blocks, checkpoint_load, checkpoint_save
-from whale.engine.checkpoint import read_state_dict
+from whale.engine.checkpoint import blocks as checkpoint_blocks
+from whale.engine.checkpoint import checkpoint, read_state_dict
+from whale.engine.checkpoint import load as checkpoint_load
+from whale.engine.checkpoint import save as checkpoint_save
 from whale.errors import CheckpointError
 from whale.ir.sharding import WHOLE, Piece
 from whale.ir.virtual_device import micro_batch_cuts

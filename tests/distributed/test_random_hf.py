@@ -14,7 +14,7 @@ from tests.distributed.test_randomness import ROWS, SEED, Result, worst
 from tests.parity.layouts import LAYOUTS, LayerPaths
 from tests.ranks import run_ranks
 from whale.config import Config
-from whale.engine.capture import capture
+from whale.engine.capture.captured import capture
 from whale.nn.randomness import PlainDraws
 
 HF_CASES = [("gpt2", "accumulate-uneven", True), ("gpt2", "gpipe", False), ("opt", "gpipe", False)]

@@ -18,10 +18,10 @@ from tests.distributed.random_zoo import MODELS, WIDTH, loss
 from tests.parity.layouts import LAYOUTS, LayerPaths
 from tests.ranks import run_ranks
 from whale.config import Config
-from whale.engine.capture import capture
-from whale.nn.dropout import key_of
+from whale.engine.capture.captured import capture
 from whale.nn.randomness import PlainDraws
 from whale.runtime import generators
+from whale.runtime.hashing import key_of
 
 SEED = 5
 ROWS = (7, 7, 5)

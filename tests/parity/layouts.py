@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 import whale as wh
-from whale.engine.capture import capture
+from whale.engine.capture.captured import capture
 from whale.ir.cluster import Cluster, Device, Node
 
 Annotate = Callable[[nn.Module, Any], Any]

@@ -21,7 +21,7 @@ from tests.parity.layouts import M2, M3, LayerPaths, Layout, pipeline, whole
 from tests.parity.parity import ADAMW, worst_errors
 from tests.parity.reference import Reference, train_reference
 from tests.ranks import run_ranks
-from whale.engine.capture import capture
+from whale.engine.capture.captured import capture
 from whale.ir.virtual_device import micro_batch_cuts
 
 TOLERANCE = 1e-9

@@ -14,7 +14,7 @@ import whale as wh
 from tests.parity import hf_expert_zoo, zoo
 from tests.parity.hf_expert_zoo import HF_EXPERT_LAYOUTS
 from tests.parity.parity import compare_in_group, grouped
-from whale.engine.stacked_experts import is_stacked
+from whale.engine.split.stacked_experts import is_stacked
 from whale.nn.moe.stacked import plain_activation
 
 EXACT = {"loss": 1e-9, "gradient": 1e-9, "weight": 1e-9}

@@ -50,13 +50,18 @@ def test_function_form_keeps_inner_scopes_inside() -> None:
 
 
 def test_default_strategy_cuts_where_it_is_called_again() -> None:
+    build = nn.Module.__init__
     try:
-        layers = []
+        layers, before = [], nn.Linear(2, 2)
         for _ in range(2):
             wh.set_default_strategy(wh.replicate(1))
             layers.append(nn.Linear(2, 2))
+            with wh.split():
+                inside = nn.Linear(2, 2)
+            assert nn.Module.__init__ is build
     finally:
         wh.set_default_strategy(None)
+    assert kinds(before) == [] and kinds(inside) == ["split"]
     assert tag_of(layers[0]) != tag_of(layers[1])
     assert kinds(nn.Linear(2, 2)) == []
 
@@ -101,6 +106,17 @@ def test_nestings_that_mean_nothing_are_refused(outer: str, inner: str) -> None:
 def test_bad_device_counts_are_refused(count: object) -> None:
     with pytest.raises(wh.AnnotationError, match="device count"):
         wh.split(count)
+
+
+def test_names_are_text() -> None:
+    """A stage's name travels with the plan; a number is often taken for a device count."""
+    assert [scope.name for scope in tag_of(wh.stage(1)(nn.Linear(2, 2)))] == ["1"]
+    for named in (wh.stage, lambda name: wh.split(2, name=name)):
+        with pytest.raises(
+            wh.AnnotationError, match=r"(?s)name=\[0\].*hint: .*wh.split\(2\)"
+        ) as error:
+            named([0])  # type: ignore[arg-type]
+        assert __file__ in str(error.value)
 
 
 def test_cluster_slices_are_devices() -> None:

@@ -1,8 +1,8 @@
 """`whale calibrate [MODEL]`: measures this machine's devices and links into a profile.
 
-Place in the flow: a front of `engine.measure`. It finds the model, starts one rank for each device
-unless it is itself a rank, and writes what they measured; plans are then priced from it. Exit
-status: 0 written, 2 bad input, else that of the rank that failed.
+Place in the flow: a front of `engine.calibrate`. It finds the model, starts one rank for each
+device unless it is itself a rank, and writes what they measured; plans are then priced from it.
+Exit status: 0 written, 2 bad input, else that of the rank that failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import whale
 from whale.cli import launch
 from whale.cli import main as entry
 from whale.cli.verify import find_subject
-from whale.engine.measure import ROWS, calibrate
+from whale.engine.calibrate.profile import ROWS, calibrate
 from whale.errors import ConfigError
 from whale.ir.profile import Profile, Rate
 from whale.models.registry import PRESETS

@@ -18,6 +18,7 @@ from typing import Any
 
 from whale.cli.compared import COMPARED, Compared, compared
 from whale.cli.files import STANDARD, dumps, write
+from whale.cli.precisions import PRECISIONS, same_tensors
 from whale.cli.reports import (
     add_files,
     check_files,
@@ -39,20 +40,14 @@ from whale.ir.profile import Profile
 from whale.planner.make_plan import make_plan, orders_of
 from whale.sim.simulate import simulate
 
-PRECISIONS: Mapping[str, str] = {
-    "fp32": "float32",
-    "tf32": "tf32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-}
-"""By the name of its flag, the dtype in the table of device types."""
-
 OPTIMIZERS: Mapping[str, Training] = {
     "adamw": Training(optimizer="AdamW", state_tensors=2.0),
     "adam": Training(optimizer="Adam", state_tensors=2.0),
     "sgd": Training(optimizer="SGD", state_tensors=1.0),
     # Sums over rows and columns instead of the whole: a thousandth of a weight 2,000 wide.
-    "adafactor": Training(optimizer="Adafactor", state_tensors=0.0),
+    "adafactor": Training(
+        optimizer="Adafactor", state_tensors=0.0, scratch_tensors=0.0, widens_itself=True
+    ),
 }
 """The state each keeps, in bytes per byte of parameter; SGD has momentum."""
 
@@ -110,7 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, metavar="N", help="rows of the global batch")
     parser.add_argument("--seq", type=int, metavar="N", help="sequence length of a preset")
     parser.add_argument(
-        "--precision", choices=tuple(PRECISIONS), help="dtype of weights and computes"
+        "--precision",
+        choices=tuple(PRECISIONS),
+        help="of weights and computes: bf16 and fp16 alone, under autocast (amp-), or with what is "
+        "updated kept as float32, in two halves, or rounded by chance",
     )
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="whose state is kept")
     parser.add_argument(
@@ -196,32 +194,35 @@ def _request(args: argparse.Namespace, clusters: Mapping[str, Cluster]) -> Reque
     precision = args.precision or subject.precision
     _check_precision(precision, clusters.values())
     training = OPTIMIZERS[args.optimizer or subject.optimizer]
+    config = _config(args, subject, PRECISIONS[precision].settings)
     return Request(
         name=args.model,
         subject=subject,
         rows=args.batch or subject.rows,
         precision=precision,
         training=replace(training, tf32=precision == "tf32"),
-        config=_config(args, subject),
+        config=config,
     )
 
 
 def _subject(args: argparse.Namespace) -> PlanSubject:
     """The shipped graph where the flags leave it what it is, else a capture."""
-    found = load(args.model)
-    if found is not None and args.seq in (None, found.seq):
-        wanted = args.precision or found.precision
-        if _same_graph(wanted) == _same_graph(found.precision):
-            return found
+    found, given = load(args.model), any(text.startswith("amp.") for text in args.set)
+    if (
+        found is not None
+        and not given
+        and args.seq in (None, found.seq)
+        and same_tensors(args.precision or found.precision, found.precision)
+    ):
+        return found
     subject: PlanSubject = _torch_side().captured(
-        args.model, rows=args.batch, seq=args.seq, precision=args.precision
+        args.model,
+        rows=args.batch,
+        seq=args.seq,
+        precision=args.precision,
+        more={key: value for key, value in _set(args).items() if key.startswith("amp.")},
     )
     return subject
-
-
-def _same_graph(precision: str) -> str:
-    """TF32 is how float32 products are computed; tensors are those of float32."""
-    return "fp32" if precision == "tf32" else precision
 
 
 def _torch_side() -> Any:
@@ -234,12 +235,14 @@ def _check_precision(precision: str, clusters: Iterable[Cluster]) -> None:
     for cluster in clusters:
         names = dict.fromkeys(device.type for device in cluster.devices)
         native = {name: DEVICE_TYPES[name].flops_per_s for name in names if name in DEVICE_TYPES}
-        lacking = [name for name, rates in native.items() if PRECISIONS[precision] not in rates]
+        lacking = [
+            name for name, rates in native.items() if PRECISIONS[precision].computes not in rates
+        ]
         if lacking and precision != "fp32":
             allowed = [
                 flag
-                for flag, dtype in PRECISIONS.items()
-                if flag == "fp32" or all(dtype in rates for rates in native.values())
+                for flag, named in PRECISIONS.items()
+                if flag == "fp32" or all(named.computes in rates for rates in native.values())
             ]
             raise ConfigError(
                 f"precision {precision}: {' and '.join(lacking)} cannot compute in it; allowed on "
@@ -248,21 +251,16 @@ def _check_precision(precision: str, clusters: Iterable[Cluster]) -> None:
             )
 
 
-def _config(args: argparse.Namespace, subject: PlanSubject) -> Config:
+def _config(args: argparse.Namespace, subject: PlanSubject, precision: Mapping[str, Any]) -> Config:
     if args.stages is not None and subject.annotated:
         raise ConfigError(
             f"--stages {args.stages} with {args.model!r}, whose annotations say what its stages "
             "are; allowed: only where the planner cuts them",
             hint="leave --stages out",
         )
-    values: dict[str, Any] = {}
-    for text in args.set:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"--set {text}; allowed: KEY=VALUE", hint="--set cluster.balance=equal"
-            )
-        _put(values, key.strip(), _value(value.strip()))
+    values = _set(args)
+    for key, value in precision.items():
+        values.setdefault(key, value)
     for key, flag in (
         ("pipeline.num_micro_batch", args.micro_batches),
         ("pipeline.num_stages", args.stages),
@@ -275,6 +273,18 @@ def _config(args: argparse.Namespace, subject: PlanSubject) -> Config:
         values.setdefault("pipeline.num_micro_batch", subject.num_micro_batch)
     values.setdefault("auto.auto_parallel", True)
     return Config.from_dict(values)
+
+
+def _set(args: argparse.Namespace) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for text in args.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--set {text}; allowed: KEY=VALUE", hint="--set cluster.balance=equal"
+            )
+        _put(values, key.strip(), _value(value.strip()))
+    return values
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:

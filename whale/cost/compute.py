@@ -16,8 +16,15 @@ from whale.cost.rates import LAUNCH_S, default_rate
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster, Device
 from whale.ir.device_types import DEVICE_TYPES, device_type
-from whale.ir.homes import ITEM_BYTES
-from whale.ir.model_graph import DROPOUT_BYTES, Layer, ModelGraph, Parameter, Work
+from whale.ir.model_graph import (
+    DROPOUT_BYTES,
+    ITEM_BYTES,
+    Layer,
+    ModelGraph,
+    Parameter,
+    Work,
+    item_bytes,
+)
 from whale.ir.profile import LayerTime, Profile, Rate
 
 # Backward over forward: both operands of a product get a gradient; flash attention computes its
@@ -31,6 +38,7 @@ _BACKWARD = {
     "memory": 2.0,
     "dropout": 1.0,
 }
+_PRODUCTS = frozenset(("matmul", "conv", "attention", "rnn"))
 # On a CPU the mask is not made in a kernel of its own but by 28 passes over int64 coordinates.
 _CPU_DROPOUT = 28.0 * 16.0 / DROPOUT_BYTES
 # Of a split block, norms, dropout and residuals stay whole (Korthikanti et al. 2022, section 4.1).
@@ -51,8 +59,12 @@ class Training:
     """Bytes of optimizer state per byte of parameter."""
     scratch_tensors: float = 1.0
     """Bytes the update makes and frees per byte of parameter."""
+    widens_itself: bool = False
+    """Whether it updates half precision without wide copies made for it."""
     tf32: bool = False
     """Whether float32 products run on tensor cores."""
+    autocast: str = ""
+    """The dtype that products run in, where it is not that of their parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +98,19 @@ class CostModel:
             _check_types(profile, cluster)
         self.graph, self.cluster = graph, cluster
         self.training = training or Training()
+        self.calls = graph.calls
         self.profile = profile
         parameters = {p.name: p for p in graph.parameters}
         self.trainable = {p.name: p.trainable for p in graph.parameters}
         self.parameter_bytes = [
-            sum(parameters[n].numel * ITEM_BYTES.get(parameters[n].dtype, 4) for n in layer.params)
+            sum(parameters[n].nbytes for n in layer.params) for layer in graph.layers
+        ]
+        self.trained_bytes = [
+            sum(parameters[n].nbytes for n in layer.params if parameters[n].trainable)
             for layer in graph.layers
         ]
         self.gradient_bytes = [
-            max(
-                (
-                    parameters[n].numel * ITEM_BYTES.get(parameters[n].dtype, 4)
-                    for n in layer.params
-                    if parameters[n].trainable
-                ),
-                default=0,
-            )
+            max((parameters[n].nbytes for n in layer.params if parameters[n].trainable), default=0)
             for layer in graph.layers
         ]
         """Of every Layer's largest gradient, which is made beside the one it is added to."""
@@ -149,6 +158,22 @@ class CostModel:
     def backward_s(self, layer: int, rank: int, rows: float, part: float = 1.0) -> float:
         """Seconds of one backward."""
         return self._seconds(layer, rank, rows, part)[1]
+
+    def again_s(self, layer: int, rank: int, rows: float, part: float = 1.0, *, keep: str) -> float:
+        """Seconds of what of a forward runs again in the backward (`ir.plan.StageLayer`)."""
+        if not keep or rows <= 0:
+            return 0.0
+        kind, found = self._kinds[rank], self.graph.layers[layer]
+        forward = self.forward_s(layer, rank, rows, part)
+        if kind.pace_flops is not None:
+            return forward if keep == "inputs" else 0.0
+        works = [w for w in found.work if keep == "inputs" or w.kind not in _PRODUCTS]
+        parts = [
+            self._estimate(found, each, layer, kind, rows, part, False)
+            for each in (works, found.work, found.glue)
+        ]
+        # What runs between Layers does not run again.
+        return forward * parts[0] / ((parts[1] + parts[2]) or 1.0)
 
     def step_s(self, layer: int, rank: int, rows: float, part: float = 1.0) -> float:
         """Seconds of both."""
@@ -220,18 +245,24 @@ class CostModel:
             return part
         per_made = _WHOLE_MOVED
         if work.kind == "dropout":
-            per_made = DROPOUT_BYTES / ITEM_BYTES.get(self._dtypes[index], 4)
+            per_made = DROPOUT_BYTES / item_bytes(self._dtypes[index])
         whole = _whole_share(layer, per_made, work.moved.at(rows), rows)
         return whole + (1.0 - whole) * part
 
     def _rate(self, kind: _Kind, work: Work, dtype: str) -> Rate:
-        name = "tf32" if dtype == "float32" and self.training.tf32 else dtype
+        name = self._computed(dtype) if work.kind in _PRODUCTS else dtype
         like = "memory" if work.kind == "dropout" else work.kind
         if kind.profile is not None and self.profile is not None:
             rates = self.profile.device(kind.profile).rates.get(like, {})
             if name in rates:
                 return rates[name]
         return default_rate(kind.type, like, name)
+
+    def _computed(self, dtype: str) -> str:
+        """What products of a Layer in `dtype` run in."""
+        if dtype != "float32":
+            return dtype
+        return self.training.autocast or ("tf32" if self.training.tf32 else dtype)
 
     def _launch(self, kind: _Kind) -> float:
         if kind.profile is not None and self.profile is not None:
@@ -261,10 +292,14 @@ class CostModel:
             return self.profile.device(rank).reserved_bytes
         return 0 if self.cluster.devices[rank].type == "CPU" else CONTEXT_BYTES
 
+    def host_rate(self, rank: int) -> float:
+        """Bytes per second between a rank and its node's memory, each way."""
+        return device_type(self.cluster.devices[rank].type).host_bytes_per_s
+
     def peak_flops(self, rank: int) -> float:
         """What a device's data sheet promises for the dtype most Layers compute in."""
         dtype = max(set(self._dtypes), key=self._dtypes.count) if self._dtypes else "float32"
-        name = "tf32" if dtype == "float32" and self.training.tf32 else dtype
+        name = self._computed(dtype)
         known = device_type(self.cluster.devices[rank].type).flops_per_s
         return known.get(name, known["float32"]) * self.cluster.devices[rank].speed
 

@@ -7,11 +7,10 @@ with every micro-batch: it is the fixed part. Back come gradients, of values tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from whale.ir.model_graph import Linear, ModelGraph, Value, assign_stages
-from whale.ir.plan import Plan
 
 _NOTHING = Linear()
 
@@ -29,13 +28,13 @@ class Crossing:
         return Crossing(there=_sum(self.there, value.nbytes), back=back)
 
 
-def crossing_bytes(graph: ModelGraph, plan: Plan) -> dict[tuple[int, int], Crossing]:
-    """Of every stage that sends to another."""
-    found = dict.fromkeys(plan.schedule.edges, Crossing())
+def crossing_bytes(
+    graph: ModelGraph, stages: Sequence[int | None], edges: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], Crossing]:
+    """Of every edge between stages; `stages` are those of the nodes (`assign_stages`)."""
+    found = dict.fromkeys(edges, Crossing())
     if not found:
         return found
-    stage_of_path = {path: t.stage for t in plan.taskgraphs for path in t.layers}
-    stages, _ = assign_stages(graph.nodes, [stage_of_path[x.path] for x in graph.layers])
     seen: set[tuple[int, int, int]] = set()
     for node, place, reader in _reads(graph):
         a, b = stages[node], stages[reader]

@@ -6,7 +6,6 @@ same nested Schedule that runs (`ir.expand`), so a collective that runs has a pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,14 +15,15 @@ from whale.cost.cards import ROUNDS, neighbours, paces
 from whale.cost.comm import Group
 from whale.cost.compute import CostModel
 from whale.cost.crossing import Crossing, crossing_bytes
-from whale.cost.memory import ALLOCATOR_SLACK, workspace_bytes
+from whale.cost.held import HeldParameters, Moved
+from whale.cost.memory import LayerBytes, StageBytes, device_bytes, layer_bytes, stage_bytes
 from whale.cost.messages import message_prices
 from whale.cost.parts import NOTHING, Part, parts_of
-from whale.cost.roles import groups_inside, roles, stages_by_rank
+from whale.cost.roles import groups_inside, ranks_that_differ, roles, stages_by_rank
 from whale.ir.expand import SubAction, layer_actions
-from whale.ir.homes import ITEM_BYTES, Bucket, Stretch, all_syncs
-from whale.ir.model_graph import Layer, ModelGraph
-from whale.ir.plan import Home, Plan, StageLayer, StagePlan
+from whale.ir.homes import Bucket
+from whale.ir.model_graph import Layer, ModelGraph, assign_stages, item_bytes
+from whale.ir.plan import Plan, StageLayer, StagePlan
 from whale.ir.prices import CONTENTION, DevicePrice, Prices, ReducePrice, StagePrice
 from whale.ir.schedule import Action
 from whale.ir.updates import RankStep, completing_layers, rank_step
@@ -65,8 +65,8 @@ class _Pricer:
         self._shapes: dict[tuple[int, ...], Group] = {}
         self._stages = stages_by_rank(plan)
         self._roles = roles(plan)
-        self._bytes_held: dict[object, tuple[int, int]] = {}
-        self._spaces: dict[object, float] = {}
+        self._held = HeldParameters(plan, costs, self._roles, self._stages)
+        self._spaces: dict[object, StageBytes] = {}
 
     def prices(self, binds: Mapping[int, str]) -> Prices:
         stages = [p for stage in self.plan.stages for p in self._stage(stage)]
@@ -86,6 +86,9 @@ class _Pricer:
                 "the cluster's"
                 if profile is not None
                 else "data sheets (no profile)",
+            ),
+            host_capacity_bytes=tuple(
+                self.costs.cluster.host_memory_of(node.index) for node in self.costs.cluster.nodes
             ),
             contention=CONTENTION if measured is None else measured,
         )
@@ -159,13 +162,17 @@ class _Pricer:
         met = 0.0
         for backward in (False, True):
             since = [0.0] * len(replicas)
-            price = self.costs.backward_s if backward else self.costs.forward_s
             for layer in stage.layers:
                 index = self.index[layer.path]
                 found = self.graph.layers[index]
                 for i, ranks in enumerate(replicas):
                     parts = [(rank, self.part(layer.taskgraph, rank)) for rank in ranks]
-                    seconds = max(price(index, r, *part.share(found)) for r, part in parts)
+                    seconds = max(
+                        self._backward_s(layer, index, r, part.share(found))
+                        if backward
+                        else self.costs.forward_s(index, r, *part.share(found))
+                        for r, part in parts
+                    )
                     since[i] += pace[i] * seconds / self.calls[index]
                 taskgraph = self.plan.taskgraphs[layer.taskgraph]
                 bridged = taskgraph.virtual_device != stage.virtual_device
@@ -178,6 +185,13 @@ class _Pricer:
                     since = [0.0] * len(replicas)
             totals[backward] += max(since)
         return totals[0], totals[1], met
+
+    def _backward_s(
+        self, layer: StageLayer, index: int, rank: int, share: tuple[float, float]
+    ) -> float:
+        """All calls of a Layer, with what runs again."""
+        again = self.costs.again_s(index, rank, *share, keep=layer.recompute)
+        return self.costs.backward_s(index, rank, *share) + again
 
     @cached_property
     def _cards(self) -> list[str]:
@@ -214,7 +228,8 @@ class _Pricer:
         )
 
     def _lane(self, stage: StagePlan, replica: int, ranks: tuple[int, ...]) -> StagePrice:
-        forward = backward = weight = collective = kept = alone = 0.0
+        forward = backward = weight = collective = alone = 0.0
+        moved = Moved(any(layer.parked for layer in stage.layers) or not self._held.plain)
         has_rows = any(self.part(layer.taskgraph, r).rows for layer in stage.layers for r in ranks)
         for layer in stage.layers if has_rows else ():
             index = self.index[layer.path]
@@ -224,22 +239,30 @@ class _Pricer:
             times = [
                 (
                     self.costs.forward_s(index, rank, *part) / calls,
-                    self.costs.backward_s(index, rank, *part) / calls,
+                    self._backward_s(layer, index, rank, part) / calls,
                 )
                 for rank, part in parts.items()
             ]
             forward += max(t[0] for t in times)
             backward += max(t[1] for t in times)
-            weight += _weight_share(found) * max(t[1] for t in times)
+            if moved.any:
+                computes = max(t[0] for t in times), max(t[1] for t in times)
+                park = max(self._park_s(layer, r) for r in ranks) if layer.parked else 0.0
+                moved.layer(self._held.moves(layer, ranks, *computes), park)
+            weight += _weight_share(found) * max(
+                self.costs.backward_s(index, rank, *part) / calls for rank, part in parts.items()
+            )
             alone += max(sum(t) for t in times) * self.costs.alone(index, ranks[0])
-            held = (self.costs.kept_bytes(index, rank, *part) for rank, part in parts.items())
-            kept += max(held) / calls
             there = self._collectives(stage, layer, found, ranks[0], backward=False)
             back = self._collectives(stage, layer, found, ranks[0], backward=True)
             forward += there
             backward += back
             collective += there + back
-        rows = self.part(stage.taskgraphs[0], ranks[0]).rows
+        # Of several micro-batches all but the last: its sums go on after the backward. Where
+        # parameters are gathered too, both want the same links.
+        early = 1.0 if self.plan.away else 1.0 - 1.0 / self.plan.num_micro_batch
+        forward, backward = forward + moved.forward_s(), backward + moved.backward_s(early)
+        collective += moved.forward_s() + moved.backward_s(early)
         return StagePrice(
             stage=stage.index,
             replica=replica,
@@ -247,17 +270,54 @@ class _Pricer:
             backward_s=backward,
             weight_s=weight,
             collective_s=collective,
-            kept_bytes=int(max(0.0, kept) + self._received(stage, rows)),
+            kept_bytes=int(max(self._stage_bytes(stage, rank).kept for rank in ranks)),
             alone=(alone + collective) / (forward + backward) if forward else 1.0,
         )
 
-    def _received(self, stage: StagePlan, rows: float) -> float:
-        """Bytes of other stages' values that a micro-batch in flight holds."""
-        return sum(
-            sent.there.at(rows)
-            for (_, consumer), sent in self._crossing.items()
-            if consumer == stage.index
+    def _stage_bytes(self, stage: StagePlan, rank: int) -> StageBytes:
+        held = None if self._held.plain else self._held.of(rank)
+        parts = tuple(self.part(t.index, rank) for t in self.plan.taskgraphs)
+        key = (stage.index, self.costs.alike(rank), parts, held)
+        if key not in self._spaces:
+            self._spaces[key] = self._all_layers(stage, rank)
+        return self._spaces[key]
+
+    def _all_layers(self, stage: StagePlan, rank: int) -> StageBytes:
+        return stage_bytes(
+            (self._layer_bytes(layer, rank) for layer in reversed(stage.layers)),
+            sum(
+                sent.there.at(self._stage_rows(stage, rank))
+                for (_, consumer), sent in self._crossing.items()
+                if consumer == stage.index
+            ),
         )
+
+    def _stage_rows(self, stage: StagePlan, rank: int) -> int:
+        low, high = stage.virtual_device.rows(rank, self.rows)
+        return high - low
+
+    def _layer_bytes(self, layer: StageLayer, rank: int) -> LayerBytes:
+        index = self.index[layer.path]
+        found, part = self.graph.layers[index], self.part(layer.taskgraph, rank)
+        return layer_bytes(
+            self.costs,
+            index,
+            rank,
+            part.share(found),
+            held=part.width if found.splits else 1.0,
+            rules={self._rules.get(o.path, o.rule) for o in found.splits},
+            params=self._held.of_layer(layer, rank),
+            parked=layer.parked,
+            recompute=layer.recompute,
+        )
+
+    def _park_s(self, layer: StageLayer, rank: int) -> float:
+        """What a Layer keeps, to the host; and as long back."""
+        return self._layer_bytes(layer, rank).parked / self.costs.host_rate(rank)
+
+    @cached_property
+    def _rules(self) -> dict[str, str]:
+        return {s.path: s.rule for t in self.plan.taskgraphs for s in t.splits}
 
     def _collectives(
         self, stage: StagePlan, layer: StageLayer, found: Layer, rank: int, *, backward: bool
@@ -292,7 +352,10 @@ class _Pricer:
     @cached_property
     def _crossing(self) -> dict[tuple[int, int], Crossing]:
         """Bytes of every edge between stages, by the rows of a micro-batch."""
-        return crossing_bytes(self.graph, self.plan)
+        stage_of_path = {path: t.stage for t in self.plan.taskgraphs for path in t.layers}
+        where = [stage_of_path[layer.path] for layer in self.graph.layers]
+        stages, _ = assign_stages(self.graph.nodes, where)
+        return crossing_bytes(self.graph, stages, self.plan.schedule.edges)
 
     # ---- gradients and update -------------------------------------------------------------------
 
@@ -302,10 +365,10 @@ class _Pricer:
         # What one rank alone has is not summed, and expert weights are mostly that.
         known = [
             (home, stretches)
-            for home, stretches in all_syncs(self.plan)
+            for home, stretches in self._held.syncs
             if any(len(sync.ranks) > 1 for _, _, groups in stretches for sync in groups)
         ]
-        for rank in _ranks_that_differ(known):
+        for rank in ranks_that_differ(known):
             actions = self._actions(rank)
             step = rank_step(self.plan, rank, actions, trainable, known)
             for stage, bucket, place in self._completions(step, actions):
@@ -313,12 +376,16 @@ class _Pricer:
                 if len(bucket.sync.ranks) < 2 or key in seen:
                     continue
                 seen.add(key)
-                nbytes = sum(s.numel for s in bucket.slices) * ITEM_BYTES[bucket.dtype]
+                nbytes = sum(s.numel for s in bucket.slices) * item_bytes(bucket.dtype)
+                fabric = self.costs.fabric
+                reduce = fabric.reduce_scatter if bucket.zero else fabric.all_reduce
+                if bucket.zero > 2:
+                    continue  # counted beside what is gathered
                 yield ReducePrice(
                     ranks=bucket.sync.ranks,
                     stage=stage.index,
                     after=self._done(stage, rank, place),
-                    seconds=self.costs.fabric.all_reduce(
+                    seconds=reduce(
                         bucket.sync.ranks, nbytes, num_sharing=self._sharing(stage.index)
                     ),
                     nbytes=nbytes,
@@ -355,56 +422,24 @@ class _Pricer:
         total = sum(times)
         return sum(times[max(place, 0) :]) / total if total else 1.0
 
-    def _held(self, rank: int) -> tuple[int, int]:
-        """Bytes of parameters and of gradients; the same for all ranks of a role."""
-        role = self._roles[rank]
-        if role in self._bytes_held:
-            return self._bytes_held[role]
-        parameters = gradients = 0
-        for stages, (weights, trained) in self._whole.items():
-            if not stages.isdisjoint(self._stages[rank]):
-                parameters, gradients = parameters + weights, gradients + trained
-        for home in self.plan.homes:
-            piece = self.plan.piece(home, rank) if home.splits else None
-            if piece is not None:
-                nbytes = math.prod(piece.shape(home.shape)) * ITEM_BYTES.get(home.dtype, 4)
-                parameters += nbytes
-                gradients += nbytes if self.costs.trainable[home.name] else 0
-        self._bytes_held[role] = parameters, gradients
-        return parameters, gradients
-
-    @cached_property
-    def _whole(self) -> dict[frozenset[int], tuple[int, int]]:
-        """Bytes of parameters and of gradients that no split cuts, by the stages that use them."""
-        found: dict[frozenset[int], tuple[int, int]] = {}
-        for home in self.plan.homes:
-            if not home.splits:
-                nbytes = math.prod(home.shape) * ITEM_BYTES.get(home.dtype, 4)
-                weights, trained = found.get(frozenset(home.stages), (0, 0))
-                trained += nbytes if self.costs.trainable[home.name] else 0
-                found[frozenset(home.stages)] = weights + nbytes, trained
-        return found
-
     def _device(self, rank: int, binds: str) -> DevicePrice:
-        parameters, gradients = self._held(rank)
-        training = self.costs.training
-        workspace = self._workspace(rank)
-        total = parameters + gradients * (1.0 + training.state_tensors)
-        slack = 0.0 if self.costs.cluster.devices[rank].type == "CPU" else ALLOCATOR_SLACK
-        reserve = self.costs.reserved(rank) + slack * (total + workspace)
+        held = self._held.of(rank)
         profile = self.costs.profile
         measured = profile.device(rank) if profile is not None else None
         return DevicePrice(
             rank=rank,
             node=self.costs.cluster.devices[rank].node,
             rows=self._all_rows[rank],
-            apply_s=self.costs.apply_s(rank, gradients),
-            parameter_bytes=parameters,
-            gradient_bytes=gradients,
-            optimizer_bytes=int(gradients * training.state_tensors),
-            scratch_bytes=int(gradients * training.scratch_tensors),
-            workspace_bytes=int(workspace),
-            reserve_bytes=int(reserve),
+            apply_s=self._held.apply_s(rank),
+            memory=device_bytes(
+                self.costs,
+                rank,
+                held,
+                workspace=self._workspace(rank),
+                num_groups=len({home.apply_group for home in self.plan.homes}),
+                early=self.plan.early,
+                parked=self._parked(rank),
+            ),
             capacity_bytes=self.costs.capacity(rank),
             peak_flops=self.costs.peak_flops(rank),
             power_watts=self.costs.cluster.type_of(rank).tdp_watts,
@@ -414,11 +449,18 @@ class _Pricer:
             lost=measured.lost if measured is not None else 0.0,
         )
 
+    def _parked(self, rank: int) -> float:
+        """Activations on the host at the worst moment."""
+        each = {n: self._stage_bytes(self.plan.stages[n], rank).parked for n in self._stages[rank]}
+        most = now = 0.0
+        for action in self._actions(rank) if any(each.values()) else ():
+            now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * each[action.stage]
+            most = max(most, now)
+        return most
+
     def _workspace(self, rank: int) -> float:
-        key = (self._roles[rank], *(self.part(t.index, rank) for t in self.plan.taskgraphs))
-        if key not in self._spaces:
-            self._spaces[key] = workspace_bytes(self.plan, self.costs, self.index, rank, self.part)
-        return self._spaces[key]
+        found = (self._stage_bytes(self.plan.stages[s], rank) for s in self._stages[rank])
+        return max((stage.workspace for stage in found), default=0.0)
 
     @cached_property
     def _all_rows(self) -> list[int]:
@@ -438,21 +480,6 @@ class _Pricer:
             * (layer.flops * self.plan.num_micro_batch + layer.flops_per_row * self.plan.batch_rows)
             for layer in self.graph.layers
         )
-
-
-def _ranks_that_differ(known: Sequence[tuple[Home, list[Stretch]]]) -> list[int]:
-    """The first rank of each kind: ranks in the same groups cut the same buckets."""
-    member: dict[int, list[tuple[int, int]]] = {}
-    # Parameters that live together share one answer.
-    for number, stretches in {id(found): found for _, found in known}.items():
-        groups = [sync for _, _, syncs in stretches for sync in syncs]
-        for place, sync in enumerate(groups):
-            for rank in sync.ranks:
-                member.setdefault(rank, []).append((number, place))
-    first: dict[object, int] = {}
-    for rank in sorted(member):
-        first.setdefault(tuple(member[rank]), rank)
-    return list(first.values())
 
 
 def _weight_share(layer: Layer) -> float:

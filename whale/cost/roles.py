@@ -5,10 +5,10 @@ Place in the flow: under `cost.price`. A cluster of hundreds of devices has a ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from whale.ir.homes import sum_groups
-from whale.ir.plan import Plan, StagePlan
+from whale.ir.homes import Stretch, sum_groups
+from whale.ir.plan import Home, Plan, StagePlan
 
 
 def stages_by_rank(plan: Plan) -> list[tuple[int, ...]]:
@@ -21,13 +21,14 @@ def stages_by_rank(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def roles(plan: Plan) -> list[object]:
-    """By rank, a key that is equal for ranks with the same pieces and the same share of rows."""
+    """By rank, a key that is equal for ranks with pieces of the same size and as many rows."""
     parts: list[list[object]] = [[] for _ in range(plan.num_ranks)]
     for t in plan.taskgraphs:
         for index, replica in enumerate(t.virtual_device.replicas):
-            cuts = tuple(s.cuts_of(index) for s in t.splits)
             for shard, rank in enumerate(replica.ranks):
-                parts[rank].append((t.index, shard, len(replica.ranks), replica.weight, cuts))
+                units = (s.units(index, shard) for s in t.splits)
+                sizes = tuple(high - low for low, high in units)
+                parts[rank].append((t.index, len(replica.ranks), replica.weight, sizes))
     return list(zip(stages_by_rank(plan), map(tuple, parts), strict=True))
 
 
@@ -45,3 +46,18 @@ def groups_inside(plan: Plan, stage: StagePlan) -> Mapping[int, list[tuple[int, 
             if rank in found:
                 found[rank].append(group)
     return found
+
+
+def ranks_that_differ(known: Sequence[tuple[Home, list[Stretch]]]) -> list[int]:
+    """The first rank of each kind: ranks in the same groups cut the same buckets."""
+    member: dict[int, list[tuple[int, int]]] = {}
+    # Parameters that live together share one answer.
+    for number, stretches in {id(found): found for _, found in known}.items():
+        groups = [sync for _, _, syncs in stretches for sync in syncs]
+        for place, sync in enumerate(groups):
+            for rank in sync.ranks:
+                member.setdefault(rank, []).append((number, place))
+    first: dict[object, int] = {}
+    for rank in sorted(member):
+        first.setdefault(tuple(member[rank]), rank)
+    return list(first.values())

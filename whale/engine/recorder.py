@@ -6,20 +6,21 @@ nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from whale.engine.program import tensors_in
 from whale.engine.step import Step
+from whale.engine.trace.program import tensors_in
 from whale.ir.expand import SubAction, expand
 from whale.ir.homes import sum_groups
 from whale.ir.levels import all_level_groups
 from whale.ir.schedule import Action
 from whale.ir.updates import Update, completed_by
 from whale.nn.column_shard import ColumnShard
+from whale.runtime.units import Unit
 
 Trace = list[Action | Update | SubAction]
 
@@ -28,17 +29,25 @@ def planned_trace(step: Step) -> Trace:
     """The rank's actions with their sub-actions, from the Plan alone."""
     planned = step.planned
     late = planned.late()
+    early = planned.completing() if step.plan.early else {}
     found: Trace = []
     for index, action in enumerate(planned.actions):
         found.append(action)
-        if isinstance(action, Update) and action.kind == "G" and action.number in late:
+        if isinstance(action, Action):
+            if action.is_compute:
+                numbers = completed_by(planned.actions, index)
+                completed = {number: planned.buckets[number] for number in numbers}
+                places = enumerate(numbers, start=index + 1)
+                groups = {number: early[place] for place, number in places if place in early}
+                found += expand(step.plan, step.rank, action, completed, groups)
+        elif action.kind == "G" and action.number in late:
             ranks = planned.buckets[action.number].sync.ranks
             if len(ranks) > 1:
                 found.append(SubAction(kind="reduce", name=str(action.number), ranks=ranks))
-        elif isinstance(action, Action) and action.is_compute:
-            numbers = completed_by(planned.actions, index)
-            completed = {number: planned.buckets[number] for number in numbers}
-            found += expand(step.plan, step.rank, action, completed)
+            if index in early:
+                found.append(SubAction(kind="apply", name=str(early[index])))
+        elif action.kind == "A" and action.number not in early.values():
+            found.append(SubAction(kind="apply", name=str(action.number)))
     return found
 
 
@@ -82,22 +91,45 @@ def record_step(step: Step, batch: Any) -> tuple[Trace, Trace]:
             )
     on_action = lowered.executor.on_action
     lowered.executor.on_action = lambda index, action: seen.append(action)
-    filled = lowered.grads.filled
-    lowered.grads.on_launch = lambda i: seen.append(
+    filled = lowered.store.grads.filled
+    for unit in lowered.store.units.values():
+        unit.on_fetch = lambda path: seen.append(SubAction(kind="gather", name=path))
+    lowered.store.grads.on_launch = lambda i: seen.append(
         SubAction(kind="reduce", name=str(i), ranks=filled[i].bucket.sync.ranks)
+    )
+    lowered.store.updater.on_apply = lambda group: seen.append(
+        SubAction(kind="apply", name=str(group))
     )
     try:
         step(batch)
     finally:
+        lowered.store.updater.on_apply = None
         for handle in handles:
             handle.remove()
         for comm in lowered.groups.all():
             comm.record = None
         lowered.executor.on_action = on_action
-        lowered.grads.on_launch = None
+        lowered.store.grads.on_launch = None
+        for unit in lowered.store.units.values():
+            unit.on_fetch = None
     # A Layer without parameters and without a gradient (rotary embeddings) has no backward.
     none = {_backward(path) for path in constant if not list(modules[path].parameters())}
-    return [a for a in planned_trace(step) if a not in none], _ordered(seen)
+    planned = [a for a in planned_trace(step) if a not in none]
+    return _ordered(_asked_for(planned, lowered.store.units)), _ordered(seen)
+
+
+def _asked_for(planned: Trace, units: Mapping[str, Unit]) -> Trace:
+    """Without parameters that a backward does not need: an embedding's, say."""
+    found: Trace = []
+    for action in planned:
+        last = found[-1] if found else None
+        gathered = isinstance(action, SubAction) and action.kind == "gather"
+        if gathered and isinstance(last, SubAction) and last.kind == "backward":
+            assert isinstance(action, SubAction)
+            if not units[action.name].asked:
+                continue
+        found.append(action)
+    return found
 
 
 def _backward(path: str) -> SubAction:
@@ -119,19 +151,20 @@ def _layer_groups(step: Step) -> Iterator[tuple[int, ...]]:
 
 
 def _ordered(seen: Trace) -> Trace:
-    """Inside one Layer's backward, reductions after collectives.
+    """Inside one Layer's backward, reductions after collectives, and updates after both.
 
-    They run on communicators of their own, and a
-    Layer's sub-actions are not ordered between communicators.
+    They run on communicators of their own or on none, and a Layer's sub-actions are ordered only
+    where they share one.
     """
     found: Trace = []
-    held: Trace = []
-    for item in seen:
-        if isinstance(item, SubAction) and item.kind == "reduce":
-            held.append(item)
+    held: dict[str, Trace] = {"reduce": [], "apply": []}
+    for item in [*seen, None]:
+        if isinstance(item, SubAction) and item.kind in held:
+            held[item.kind].append(item)
             continue
         if not (isinstance(item, SubAction) and item.kind == "collective"):
-            found += held
-            held = []
-        found.append(item)
-    return found + held
+            found += [*held["reduce"], *sorted(held["apply"], key=str)]
+            held = {"reduce": [], "apply": []}
+        if item is not None:
+            found.append(item)
+    return found

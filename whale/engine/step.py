@@ -20,22 +20,23 @@ import torch.distributed as dist
 from torch import nn
 
 from whale.config import Config
-from whale.engine import checkpoint
-from whale.engine.branches import Branches
-from whale.engine.changes import Changes
-from whale.engine.drift import Drift
-from whale.engine.face import Face, bare
-from whale.engine.gather import Gatherer
-from whale.engine.intake import Intake, Taken, differ
-from whale.engine.kinds import Judge, Kinds
-from whale.engine.lower import Lowered, norms_of_own_rows
-from whale.engine.outside import Watch
-from whale.engine.outsiders import Outsiders
-from whale.engine.recheck import recheck
-from whale.engine.sharers import held_tensors
-from whale.engine.standing import load_into, runnable, write_back
-from whale.engine.stillness import in_eval_mode
-from whale.engine.variants import Variants
+from whale.engine.checkpoint import checkpoint
+from whale.engine.checkpoint.gather import Gatherer
+from whale.engine.lower.lowered import Lowered, norms_of_own_rows
+from whale.engine.state.changes import Changes
+from whale.engine.state.outside import Watch
+from whale.engine.state.stillness import in_eval_mode
+from whale.engine.updating import OptimizerFactory, prepare_updates
+from whale.engine.watch.branches import Branches
+from whale.engine.watch.drift import Drift
+from whale.engine.watch.face import Face, bare
+from whale.engine.watch.intake import Intake, Taken, differ
+from whale.engine.watch.kinds import Judge, Kinds
+from whale.engine.watch.outsiders import Outsiders
+from whale.engine.watch.recheck import recheck
+from whale.engine.watch.sharers import held_tensors
+from whale.engine.watch.standing import load_into, runnable, write_back
+from whale.engine.watch.variants import Variants
 from whale.errors import WhaleError
 from whale.ir.measured import Measured
 from whale.ir.plan import Plan
@@ -43,23 +44,22 @@ from whale.ir.schedule import Action
 from whale.ir.updates import Update
 from whale.nn.moe.layer import expert_counters
 from whale.runtime import batch as batches
+from whale.runtime.compat import in_backward
 from whale.runtime.context import evaluation_step
 from whale.runtime.executor import Totals
 from whale.runtime.guard import Guard
 from whale.runtime.heartbeat import is_communication_error
 from whale.runtime.heartbeat import start as start_heartbeat
 from whale.runtime.meeting import Details, ElsewhereError, Meetings, wake_others
-from whale.runtime.optimizer import check_apart, check_elementwise, check_no_hooks, make_optimizer
 from whale.runtime.outputs import Merge, merge
 from whale.runtime.signature import autocast, no_autocast
-from whale.runtime.store import ParameterStore
+from whale.runtime.stage import Stages
 from whale.runtime.sums import GlobalSums, SameSizes
 from whale.runtime.weighing import gradient_factor, mean_loss
 
 _LOG = logging.getLogger("whale")
 
 
-OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 _SETTINGS = ((), ())
 """What the script has changed in the model and around it, at the start."""
 Predict = Callable[[Measured | None], Any]
@@ -98,7 +98,7 @@ class Step:
         self.planned = lowered.planned
         self._forward_actions = forward_actions
         self._outputs = dict(outputs)
-        self._intake = Intake(batch, plan, lowered.device)
+        self._intake = Intake(batch, plan, lowered.device, loss)
         names = frozenset(outputs)
         self._variants = Variants(model, plan, lowered, loss, names, rank, batch)
         self._variants.built(self._intake.signature(batch), _SETTINGS)
@@ -135,21 +135,9 @@ class Step:
         self._guard = Guard(held, rank, plan.num_ranks, lowered.device)
         watches = config.check_parts and Branches.needed(plan, lowered)
         self._branches = Branches(plan, lowered, rank) if watches else None
-        self.optimizer = self._make_optimizer(optimizer)
-        trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+        self._store = lowered.store
         self._divides = config.communication.gradients_reduce_method == "mean"
-        at_once = plan.num_ranks == plan.num_micro_batch == len(plan.stages) == 1
-        lowered.executor.divides_ahead = self._divides and at_once
-        self._store = ParameterStore(
-            lowered.params,
-            lowered.grads,
-            self.optimizer,
-            trainable,
-            device=lowered.device,
-            ahead=self._divides and at_once,
-            in_pieces=self._in_pieces,
-            max_norm=config.optimizer.max_grad_norm,
-        )
+        self.optimizer = prepare_updates(model, plan, lowered, optimizer, config)
         self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
         self._drift = Drift(model, plan, lowered, rank, changes)
         self._same_sizes = SameSizes(
@@ -194,6 +182,7 @@ class Step:
             blamed = beat.explain(error) if is_communication_error(error) else None
             beat.fail(blamed or error)
             if isinstance(error, ElsewhereError):
+                self._store.forget()
                 self._lowered.groups.close()
                 wake_others()
             if blamed is None:
@@ -202,50 +191,30 @@ class Step:
         finally:
             beat.leave()
 
-    def _prepare(self, taken: Taken) -> None:
-        """Puts the stages in place that were traced for batches of this kind."""
+    def _prepare(self, taken: Taken) -> Stages:
+        """The stages that were traced for batches of this kind."""
         settings = (self._face.settings(), self._watch.settings())
         self._kinds.look(taken.batch, taken.signature, settings)
         variant = self._variants.of(taken.batch, taken.signature, settings)
-        if variant is not None:
-            self._lowered.executor.use(variant.stages, variant.program.specs, variant.origins)
+        return self._lowered.stages if variant is None else variant.stages
 
-    def _run(self, taken: Taken, actions: Sequence[Action | Update], *args: Any) -> Totals:
+    def _run(
+        self, taken: Taken, actions: Sequence[Action | Update], stages: Stages, *args: Any
+    ) -> Totals:
         """The actions on a batch."""
         lowered, executor = self._lowered, self._lowered.executor
         around = autocast(lowered.device, taken.signature.autocast)
         around = around if self._branches is None else self._branches.around(around)
         stage = lambda: lowered.context.stage  # noqa: E731
         executor.around = self._kinds.around(around, taken.signature.training, stage)
-        return executor.run(taken.batch, actions, *args)
+        with self._face.in_step():
+            return executor.run(taken.batch, actions, stages, *args)
 
     def _compare_branches(self, taken: Taken) -> None:
         """After a run, and after the sums that a rank without work begins late; all call it."""
         if self._branches is not None:
             around = autocast(self._lowered.device, taken.signature.autocast)
             self._branches.compare(taken.batch, around)
-
-    def _make_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
-        named = [(n, p) for n, p in self._lowered.params.items() if p.requires_grad]
-        every = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
-        if not every:
-            # Schedulers and checkpoints still want an optimizer.
-            named = [("whale.none", nn.Parameter(torch.zeros(0, device=self._lowered.device)))]
-        made = make_optimizer(factory, named, every, self._lowered.device)
-        split = {home.name for home in self.plan.homes if home.splits}
-        check_elementwise(made, sorted(split), self._config.optimizer.elementwise)
-        self._in_pieces = bool(split) or len(self.plan.stages) > 1
-        if self._in_pieces:
-            check_no_hooks(made)
-        if len(self.plan.stages) > 1:
-            of_stage = [
-                frozenset(h.name for h in self.plan.homes if stage.index in h.stages)
-                for stage in self.plan.stages
-            ]
-            if check_apart(factory, made, every, of_stage):
-                # What the factory made last is what its author holds: a scheduler's, say.
-                made = make_optimizer(factory, named, every, self._lowered.device)
-        return made
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -275,21 +244,27 @@ class Step:
             self._recheck.before(self.num_steps, taken.batch)
         clock = lowered.executor.clock
         clock.begin_step()
-        self._store.begin()
-        self._prepare(taken)
+        stages = self._prepare(taken)
         sums = GlobalSums(self.plan.num_ranks, lowered.device)
         metrics: dict[str, Any] = {}
         with self._outsiders.watching(lowered.executor) as watched:
+
+            def before() -> torch.Tensor:
+                if not in_backward():  # function modes belong to the thread they began in
+                    watched.close()
+                return self._before_update(taken, sums, metrics)
+
+            self._store.begin(before, self._may_begin_early, self.num_steps)
 
             def begin_sums(_: Update) -> None:
                 sums.start(lowered.executor.totals)
 
             def apply(update: Update) -> None:
                 watched.close()
-                metrics.update(self._apply(update, taken, sums))
+                metrics.update(self._store.apply(update, self._sum))
 
             updates = {"L": begin_sums, "G": self._store.reduce, "A": apply}
-            totals = self._run(taken, self.planned.actions, lowered.grads, updates)
+            totals = self._run(taken, self.planned.actions, stages, self._store.grads, updates)
         clock.end_step()
         self._face.following.give_back()
         self.num_steps += 1
@@ -297,22 +272,25 @@ class Step:
             self._drift.check(self.num_steps)
         if self._config.guard and self.num_steps % self._config.guard == 0:
             buffers = dict(lowered.model.named_buffers())
-            self._guard.check({**buffers, **lowered.params}, self.num_steps)
+            self._guard.check({**buffers, **lowered.store.present()}, self.num_steps)
         metrics.update(merge(totals.named, self._outputs, self.plan.num_ranks))
         return metrics
 
-    def _apply(self, update: Update, taken: Taken, sums: GlobalSums) -> dict[str, Any]:
-        """Updates the weights of a group, once all that could refuse this step has looked."""
-        lowered = self._lowered
+    def _may_begin_early(self) -> bool:
+        """Whether nothing that looks at a step needs its backward, or code of the user's."""
+        return self._branches is None and not self._outsiders.due and not self._kinds.has_news
+
+    def _before_update(
+        self, taken: Taken, sums: GlobalSums, metrics: dict[str, Any]
+    ) -> torch.Tensor:
+        """All that could refuse this step looks at it; gives what its gradients are divided by."""
         self._kinds.after(taken.batch, taken.signature)
-        self._store.wait()
         numbers = sums.wait()
         self._same_sizes.note(numbers)
-        self._outsiders.after(lowered.executor)
+        self._outsiders.after(self._lowered.executor)
         self._compare_branches(taken)
-        factor = gradient_factor(numbers) if self._divides else torch.ones_like(numbers[1])
-        norm = self._store.apply(update, factor, self._sum)
-        return {"loss": mean_loss(numbers), **({} if norm is None else {"grad_norm": norm})}
+        metrics["loss"] = mean_loss(numbers)
+        return gradient_factor(numbers) if self._divides else torch.ones_like(numbers[1])
 
     def _sum(self, numbers: torch.Tensor) -> torch.Tensor:
         if self.plan.num_ranks > 1:
@@ -339,8 +317,7 @@ class Step:
             with torch.no_grad():
                 if self._recheck is not None:
                     self._recheck.before_evaluation(self.num_steps, taken.batch)
-                self._prepare(taken)
-                totals = self._run(taken, self._forward_actions)
+                totals = self._run(taken, self._forward_actions, self._prepare(taken))
                 self._kinds.after(taken.batch, taken.signature)
             self._compare_branches(taken)
         self._face.following.give_back()
@@ -400,6 +377,12 @@ class Step:
 
         Zeros where no rank had a gradient; such a parameter was not updated.
         """
+        if self.plan.early:
+            raise WhaleError(
+                "step.gradients() is called, but gradients are let go as soon as they are used "
+                "(optimizer.apply_in_backward)",
+                hint="leave optimizer.apply_in_backward out to look at gradients",
+            )
         with self._together("gradients", {}), bare(self._model):
             return self._gatherer.gradients()
 
@@ -449,6 +432,7 @@ class Step:
         """
         with self._together("save", {}), bare(self._model):
             self._settle()
+            self._store.updater.settle()
             self._read_at = self.num_steps
             checkpoint.save(self._parts(), path, num_steps=self.num_steps, extra=extra)
 
@@ -470,6 +454,7 @@ class Step:
             plan=self.plan,
             lowered=self._lowered,
             optimizer=self.optimizer,
+            loss_scale=self._lowered.executor.loss_scale,
             rank=self.rank,
         )
 

@@ -24,6 +24,7 @@ def check_plan(plan: Plan) -> Plan:
         "make the plan again: `whale plan --json F`",
     )
     _check_numbers(plan)
+    plan.precision.check()
     _check_stages(plan)
     for taskgraph in plan.taskgraphs:
         _check_taskgraph(plan, taskgraph)
@@ -203,7 +204,7 @@ def _check_taskgraph(plan: Plan, taskgraph: TaskGraphPlan) -> None:
             and sum(r.weight for r in inside) == replica.weight,
             f"TaskGraph {taskgraph.name}: replica {replica.ranks} (weight {replica.weight}) does "
             "not hold "
-            f"whole replicas of stage {stage.index}: {stage.virtual_device.to_dict()}",
+            f"whole replicas of stage {stage.index}: {stage.virtual_device}",
             "a split spans one or more whole replicas of its stage",
         )
     for split in taskgraph.splits:

@@ -26,7 +26,9 @@ _PCIE_S = 5.7e-6  # NCCL tuning.cc, hwLatencies: PCI, ring, Simple
 _GLOO_S = 200e-6  # convention; 2 and 4 Gloo ranks on 2 busy cores took 145e-6 and 180e-6 a hop
 
 # PCI Express x16, one direction: half of what NVIDIA's data sheets state for both.
-_PCIE3, _PCIE4 = 16e9, 32e9
+_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
+_PCIE_REACHED = 0.85
+"""Of the nominal rate, between a device and pinned host memory: 55 of 64 GB/s on an H200."""
 
 _IDLE = 0.15
 """Idle power over TDP, a process holding the device: H100 nodes in training fell to 15 % of their
@@ -77,6 +79,8 @@ class DeviceType:
     idle_watts: float
     host_memory_bytes: int
     """Of a node."""
+    host_bytes_per_s: float
+    """Between one device and its node's memory, each way."""
     source: str
 
 
@@ -91,6 +95,7 @@ def _row(
     watts: float,
     host: float,
     source: str,
+    bus: float = _PCIE4,
     hop: float = _NVLINK_AMPERE_S,
     idle: float | None = None,
 ) -> DeviceType:
@@ -114,12 +119,14 @@ def _row(
         tdp_watts=watts,
         idle_watts=_IDLE * watts if idle is None else idle,
         host_memory_bytes=round(host * 1e9),
+        host_bytes_per_s=_PCIE_REACHED * bus,
         source=source,
     )
 
 
 _P100 = _row(
     "P100-16GB",
+    bus=_PCIE3,
     memory=16,
     tflops={"float64": 5.3, "float32": 10.6, "float16": 21.2},
     hbm=732e9,
@@ -134,6 +141,7 @@ _P100 = _row(
 )
 _V100 = _row(
     "V100-16GB",
+    bus=_PCIE3,
     memory=16,
     tflops={"float64": 7.8, "float32": 15.7, "float16": 125.0},
     hbm=900e9,
@@ -148,6 +156,7 @@ _V100 = _row(
 )
 _T4 = _row(
     "T4",
+    bus=_PCIE3,
     memory=16,
     tflops={"float64": 0.253, "float32": 8.1, "float16": 65.0},
     hbm=320e9,
@@ -185,6 +194,7 @@ _A100 = _row(
 )
 _H100 = _row(
     "H100",
+    bus=_PCIE5,
     memory=80,
     tflops={"float64": 67.0, "float32": 67.0, "tf32": 494.0, "half": 989.0},
     hbm=3350e9,
@@ -196,6 +206,7 @@ _H100 = _row(
 )
 _B200 = _row(
     "B200",
+    bus=_PCIE5,
     memory=180,
     tflops={"float64": 37.0, "float32": 75.0, "tf32": 1100.0, "half": 2250.0},
     hbm=8000e9,
@@ -245,6 +256,7 @@ _3090 = _row(
 )
 _MI300X = _row(
     "MI300X",
+    bus=_PCIE5,
     memory=192,
     tflops={"float64": 163.4, "float32": 163.4, "tf32": 653.7, "half": 1307.4},
     hbm=5300e9,
@@ -257,6 +269,7 @@ _MI300X = _row(
 )
 _TPU_V3 = _row(
     "TPU-v3",
+    bus=_PCIE3,
     memory=32,
     tflops={"bfloat16": 123.0},
     hbm=900e9,
@@ -318,6 +331,7 @@ DEVICE_TYPES: Mapping[str, DeviceType] = MappingProxyType({row.name: row for row
 
 UNKNOWN = _row(
     "unknown",
+    bus=_PCIE3,
     memory=8,
     tflops={"float64": 0.3, "float32": 10.0, "float16": 20.0},
     hbm=300e9,

@@ -1,8 +1,8 @@
 """The nested Schedule: what is inside a stage's forward or backward, Layer by Layer.
 
 Place in the flow: one pure function of the Plan. The executor's recording of a real run is compared
-with it, the simulator times it, later issues add gather, free, prefetch and recompute to it. It is
-made per role on demand: nothing is stored per rank or micro-batch (design, decision 8).
+with it, the simulator times it. It is made per role on demand: nothing is stored per rank or
+micro-batch (design, decision 8).
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from whale.ir.updates import completing_layers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubAction:
-    """`forward`/`backward` of a Layer, a `collective` in it, or the `reduce` of a bucket."""
+    """One thing inside a compute.
+
+    `forward`/`backward` of a Layer, the `gather` of its parameters where they are brought for each
+    use, a `collective` in it, the `reduce` of a bucket, or the update (`apply`) of a group.
+    """
 
     kind: str
     name: str
@@ -184,8 +188,23 @@ def layer_actions(
     """One Layer's forward or backward on one rank: its compute, then its collectives.
 
     `stage` is where it runs: a Layer that is called again later runs outside its TaskGraph's stage.
+    What runs again in a backward has its collectives again, before those of the backward; where
+    products stay, so does what collectives made.
     """
+    found = _once(plan, rank, stage, layer, backward=backward)
+    if not backward or layer.recompute != "inputs":
+        return found
+    again = [a for a in _once(plan, rank, stage, layer, backward=False) if a.kind == "collective"]
+    begin = next((i for i, a in enumerate(found) if a.kind == "collective"), len(found))
+    return found[:begin] + again + found[begin:]
+
+
+def _once(
+    plan: Plan, rank: int, stage: StagePlan, layer: StageLayer, *, backward: bool
+) -> list[SubAction]:
     found = [SubAction(kind="backward" if backward else "forward", name=layer.path)]
+    if any(name in plan.away for name in layer.params):
+        found.append(SubAction(kind="gather", name=layer.path))
     taskgraph = plan.taskgraphs[layer.taskgraph]
     rows = next(
         g for g in sum_groups([r.ranks for r in stage.virtual_device.replicas]) if rank in g.ranks
@@ -230,9 +249,16 @@ def _within(path: str, layer: str) -> bool:
 
 
 def expand(
-    plan: Plan, rank: int, action: Action, completed: Mapping[int, Bucket] | None = None
+    plan: Plan,
+    rank: int,
+    action: Action,
+    completed: Mapping[int, Bucket] | None = None,
+    groups: Mapping[int, int] | None = None,
 ) -> list[SubAction]:
-    """The inside of a compute; `completed` are the buckets it completes, by number, in order."""
+    """The inside of a compute; `completed` are the buckets it completes, by number, in order.
+
+    `groups` are those that are updated inside it, by the bucket with which they are complete.
+    """
     stage = plan.stages[action.stage]
     if action.kind == "F":
         return [
@@ -240,14 +266,15 @@ def expand(
             for layer in stage.layers
             for sub in layer_actions(plan, rank, stage, layer, backward=False)
         ]
-    completed = completed or {}
-    sums = [
-        (place, SubAction(kind="reduce", name=str(number), ranks=bucket.sync.ranks))
-        for place, (number, bucket) in zip(
-            completing_layers(stage, list(completed.values())), completed.items(), strict=True
-        )
-        if len(bucket.sync.ranks) > 1
-    ]
+    completed, groups = completed or {}, groups or {}
+    sums: list[tuple[int, SubAction]] = []
+    places = completing_layers(stage, list(completed.values()))
+    for place, (number, bucket) in zip(places, completed.items(), strict=True):
+        if len(bucket.sync.ranks) > 1:
+            reduce = SubAction(kind="reduce", name=str(number), ranks=bucket.sync.ranks)
+            sums.append((place, reduce))
+        if number in groups:
+            sums.append((place, SubAction(kind="apply", name=str(groups[number]))))
     found: list[SubAction] = []
     if action.kind in ("B", "I"):
         for index in range(len(stage.layers) - 1, -1, -1):

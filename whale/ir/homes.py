@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+from whale.ir.model_graph import item_bytes
 from whale.ir.plan import Home, Plan
 from whale.ir.sharding import Span
 
@@ -45,9 +46,14 @@ class Slice:
     dim: int
     span: Span | None
     sync: Sync
-    owner: int
-    """The one rank that answers for it where it must be counted once (the gradient norm)."""
+    counted: bool
+    """Whether it is its Sync that answers where all must be counted once (the gradient norm)."""
     numel: int
+
+    @property
+    def owner(self) -> int:
+        """The one rank that answers for it; -1: ranks of another Sync do."""
+        return min(self.sync.ranks) if self.counted else -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,9 @@ class Bucket:
     sync: Sync
     dtype: str
     slices: tuple[Slice, ...]
+    zero: int = 0
+    """As of the homes of all its slices."""
+    apply_group: int = 0
 
 
 def syncs(plan: Plan, home: Home) -> list[Stretch]:
@@ -165,7 +174,7 @@ def rank_slices(
                 dim=dim,
                 span=span,
                 sync=mine,
-                owner=min(groups[0].ranks),
+                counted=mine is groups[0],
                 numel=_numel(home, dim, span),
             )
             for dim, span, groups in stretches
@@ -199,7 +208,7 @@ def _joined(found: list[Slice]) -> Slice:
         dim=0,
         span=None,
         sync=first.sync,
-        owner=first.owner,
+        counted=first.counted,
         numel=sum(piece.numel for piece in found),
     )
 
@@ -215,12 +224,7 @@ def _numel(home: Home, dim: int, span: Span | None) -> int:
 
 
 FIRST_BUCKET_BYTES = 1 << 20
-ITEM_BYTES = {
-    **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
-    # What does not train may be anything.
-    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
-    **{"complex128": 16, "complex64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1},
-}
+_Kind = tuple[Sync, str, int, int]
 
 
 def rank_buckets(
@@ -229,31 +233,39 @@ def rank_buckets(
     trainable: frozenset[str],
     known: list[tuple[Home, list[Stretch]]] | None = None,
 ) -> list[Bucket]:
-    """Slices of equal Sync and dtype, in the order every rank reduces them.
+    """Slices of equal Sync, dtype, level of ZeRO and apply group, in the order all reduce them.
 
     Members of a group see the same slices in the same order, so they cut the same buckets. Those
     that ranks of several device groups sum come last. `known` is as for `rank_slices`.
     """
     order = {home.name: index for index, home in enumerate(reversed(plan.homes))}
-    open_slices: dict[tuple[Sync, str], list[Slice]] = {}
-    sizes: dict[tuple[Sync, str], int] = {}
+    open_slices: dict[_Kind, list[Slice]] = {}
+    sizes: dict[_Kind, int] = {}
     buckets: list[Bucket] = []
-    begun: set[tuple[Sync, str]] = set()
+    begun: set[_Kind] = set()
 
-    def close(key: tuple[Sync, str]) -> None:
+    def close(key: _Kind) -> None:
         slices = open_slices.pop(key)
         del sizes[key]
-        last = max(order[s.home.name] for s in slices)
+        sync, dtype, zero, group = key
         buckets.append(
-            Bucket(position=(last, key[0].ranks), sync=key[0], dtype=key[1], slices=tuple(slices))
+            Bucket(
+                position=(max(order[s.home.name] for s in slices), sync.ranks),
+                sync=sync,
+                dtype=dtype,
+                slices=tuple(slices),
+                zero=zero,
+                apply_group=group,
+            )
         )
 
     for piece in rank_slices(plan, rank, known):
         if piece.home.name not in trainable:
             continue
-        key = (piece.sync, piece.home.dtype)
+        home = piece.home
+        key = (piece.sync, plan.precision.summed(home.dtype), home.zero, home.apply_group)
         open_slices.setdefault(key, []).append(piece)
-        sizes[key] = sizes.get(key, 0) + piece.numel * ITEM_BYTES[piece.home.dtype]
+        sizes[key] = sizes.get(key, 0) + piece.numel * item_bytes(key[1])
         # The first bucket of a group is small, so that communication starts early in the backward.
         limit = plan.bucket_bytes if key in begun else min(FIRST_BUCKET_BYTES, plan.bucket_bytes)
         if sizes[key] >= limit:

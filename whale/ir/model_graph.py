@@ -12,13 +12,27 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from whale.ir.codec import from_plain, to_plain
 from whale.ir.sharding import DimSharding
-from whale.ir.strategy import Scope, Tag
+from whale.ir.strategy import Tag
 from whale.ir.text import dumps, loads
+
+ITEM_BYTES = {
+    **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
+    # What does not train may be anything.
+    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
+    **{"complex128": 16, "complex64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1},
+}
+"""Of an element, by dtype."""
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element; one of an unknown dtype is taken to be as large as a float32."""
+    return ITEM_BYTES.get(dtype, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +52,11 @@ class Parameter:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.numel * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +106,7 @@ class SplitOption:
     made: Linear = Linear()
     """Bytes of its output."""
     marks: tuple[tuple[str, str], ...] = ()
-    """What else the rule does, as (what, where); the table is in `engine.unit_marks`."""
+    """What else the rule does, as (what, where); the table is in `engine.split.unit_marks`."""
     instead: tuple[SplitOption, ...] = ()
     """What is taken where there are more devices than units: fewer heads than devices, say."""
 
@@ -125,6 +144,8 @@ class Layer:
     kind: str
     taskgraph: int
     params: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    """Of these, what only its own code reads, and only while it runs."""
     flops: float = 0.0
     flops_per_row: float = 0.0
     splits: tuple[SplitOption, ...] = ()
@@ -141,6 +162,13 @@ class Layer:
     """Of the glue after it (the loss, after the last)."""
     kept: Linear = Linear()
     """Bytes its forward leaves for the backward."""
+    entered: Linear = Linear()
+    """Bytes of its inputs that no Layer before it was given: what is left of a forward that runs
+    again in the backward."""
+    products: Linear = Linear()
+    """Bytes of what its matrix products, convolutions and attention make."""
+    once: str = ""
+    """Why its forward cannot run again in the backward; empty: it can."""
     read: Linear = Linear()
     """Bytes of its inputs."""
     made: Linear = Linear()
@@ -244,70 +272,13 @@ class ModelGraph:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "layers": [_layer_dict(layer) for layer in self.layers],
-            "parameters": [
-                {
-                    "name": p.name,
-                    "shape": list(p.shape),
-                    "dtype": p.dtype,
-                    "trainable": p.trainable,
-                    "aliases": list(p.aliases),
-                }
-                for p in self.parameters
-            ],
-            "taskgraphs": [
-                {"tag": [s.to_dict() for s in t.tag], "layers": list(t.layers)}
-                for t in self.taskgraphs
-            ],
-            "nodes": [
-                {
-                    "name": n.name,
-                    "layer": n.layer,
-                    "reads": [list(place) for place in n.reads],
-                    "made": [[v.nbytes.fixed, v.nbytes.per_row, v.grad] for v in n.made],
-                    "params": list(n.params),
-                    "pure": n.pure,
-                }
-                for n in self.nodes
-            ],
-        }
+        found: dict[str, Any] = to_plain(self)
+        return found
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ModelGraph:
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelGraph:
         """The inverse of `to_dict`."""
-        return cls(
-            layers=tuple(_layer_from(layer) for layer in data["layers"]),
-            parameters=tuple(
-                Parameter(
-                    name=p["name"],
-                    shape=tuple(p["shape"]),
-                    dtype=p["dtype"],
-                    trainable=p["trainable"],
-                    aliases=tuple(p["aliases"]),
-                )
-                for p in data["parameters"]
-            ),
-            taskgraphs=tuple(
-                TaskGraph(
-                    index=i,
-                    tag=tuple(Scope.from_dict(s) for s in t["tag"]),
-                    layers=tuple(t["layers"]),
-                )
-                for i, t in enumerate(data["taskgraphs"])
-            ),
-            nodes=tuple(
-                Node(
-                    name=n["name"],
-                    layer=n["layer"],
-                    reads=tuple((node, place) for node, place in n["reads"]),
-                    made=tuple(Value(nbytes=_linear(v[:2]), grad=v[2]) for v in n["made"]),
-                    params=tuple(n["params"]),
-                    pure=n["pure"],
-                )
-                for n in data["nodes"]
-            ),
-        )
+        return from_plain(cls, data, "the graph")
 
     def to_text(self) -> str:
         """The text form (`ir/text.py`); `from_text` gives an equal ModelGraph back."""
@@ -317,118 +288,6 @@ class ModelGraph:
     def from_text(cls, text: str) -> ModelGraph:
         """The inverse of `to_text`."""
         return cls.from_dict(loads(text, title="model-graph"))
-
-
-def _layer_dict(layer: Layer) -> dict[str, Any]:
-    return {
-        "path": layer.path,
-        "kind": layer.kind,
-        "taskgraph": layer.taskgraph,
-        "params": list(layer.params),
-        "flops": layer.flops,
-        "flops_per_row": layer.flops_per_row,
-        "meets": list(layer.meets),
-        "interleaved": [list(found) for found in layer.interleaved],
-        "work": [_work_dict(w) for w in layer.work],
-        "glue": [_work_dict(w) for w in layer.glue],
-        "kept": [layer.kept.fixed, layer.kept.per_row],
-        "read": [layer.read.fixed, layer.read.per_row],
-        "made": [layer.made.fixed, layer.made.per_row],
-        "largest": [layer.largest.fixed, layer.largest.per_row],
-        "signature": layer.signature,
-        "whole": list(layer.whole),
-        "reasons": [list(pair) for pair in layer.reasons],
-        "splits": [_option_dict(o) for o in layer.splits],
-    }
-
-
-def _option_dict(o: SplitOption) -> dict[str, Any]:
-    return {
-        "rule": o.rule,
-        "path": o.path,
-        "modules": list(o.modules),
-        "units": o.units,
-        "unit": o.unit,
-        "dims": [list(side) for side in o.dims],
-        "inside": list(o.inside),
-        "entered": o.entered,
-        "joined": o.joined,
-        "meets_before": o.meets_before,
-        "copies": o.copies,
-        "read": [o.read.fixed, o.read.per_row],
-        "made": [o.made.fixed, o.made.per_row],
-        "marks": [list(mark) for mark in o.marks],
-        "instead": [_option_dict(other) for other in o.instead],
-        "params": {name: sharding.to_dict() for name, sharding in o.params},
-    }
-
-
-def _option_from(o: dict[str, Any]) -> SplitOption:
-    return SplitOption(
-        rule=o["rule"],
-        path=o["path"],
-        modules=tuple(o["modules"]),
-        units=o["units"],
-        unit=o["unit"],
-        dims=(tuple(o["dims"][0]), tuple(o["dims"][1])),
-        inside=tuple(o["inside"]),
-        entered=o["entered"],
-        joined=o["joined"],
-        meets_before=o["meets_before"],
-        copies=o["copies"],
-        read=_linear(o["read"]),
-        made=_linear(o["made"]),
-        marks=tuple((what, where) for what, where in o.get("marks", ())),
-        instead=tuple(_option_from(other) for other in o.get("instead", ())),
-        params=tuple(
-            (name, DimSharding.from_dict(sharding)) for name, sharding in o["params"].items()
-        ),
-    )
-
-
-def _layer_from(data: dict[str, Any]) -> Layer:
-    return Layer(
-        path=data["path"],
-        kind=data["kind"],
-        taskgraph=data["taskgraph"],
-        params=tuple(data["params"]),
-        flops=data["flops"],
-        flops_per_row=data["flops_per_row"],
-        meets=tuple(data["meets"]),
-        interleaved=tuple((path, dim) for path, dim in data["interleaved"]),
-        work=tuple(_work_from(w) for w in data["work"]),
-        glue=tuple(_work_from(w) for w in data["glue"]),
-        kept=_linear(data["kept"]),
-        read=_linear(data["read"]),
-        made=_linear(data["made"]),
-        largest=_linear(data["largest"]),
-        signature=data["signature"],
-        whole=tuple(data.get("whole", ())),
-        reasons=tuple((path, why) for path, why in data.get("reasons", ())),
-        splits=tuple(_option_from(o) for o in data["splits"]),
-    )
-
-
-def _work_dict(work: Work) -> dict[str, Any]:
-    return {
-        "kind": work.kind,
-        "calls": work.calls,
-        "flops": [work.flops.fixed, work.flops.per_row],
-        "moved": [work.moved.fixed, work.moved.per_row],
-    }
-
-
-def _work_from(data: dict[str, Any]) -> Work:
-    return Work(
-        kind=data["kind"],
-        calls=data["calls"],
-        flops=_linear(data["flops"]),
-        moved=_linear(data["moved"]),
-    )
-
-
-def _linear(data: Sequence[float]) -> Linear:
-    return Linear(fixed=data[0], per_row=data[1])
 
 
 def assign_stages(

@@ -12,10 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from whale.errors import PlanError
-from whale.ir.model_graph import BatchDims
+from whale.ir.codec import from_plain, to_plain
+from whale.ir.model_graph import BatchDims, item_bytes
+from whale.ir.precision import PLAIN, Precision
 from whale.ir.prices import Prices
 from whale.ir.reasons import grouped_reasons
 from whale.ir.schedule import Schedule
@@ -31,12 +34,20 @@ PREDICTED = (
     "joules_per_step",
     "lower_bound_seconds",
 )
+RECOMPUTE = ("", "inputs", "products")
 LOW_SHARE = 0.5
 """A split TaskGraph of which less is truly split is warned about."""
 TRAVELLING = frozenset({"experts", "stacked experts"})
 """Rules by which rows travel to the rank that has their expert, where replicas have their own."""
 AROUND = ("attention", "multihead")
 """Rules whose module reads the batch size in its own code: a bridge goes around all of it."""
+
+
+_OF_DEVICES = ("device_types", "peak_bytes")
+"""Fields that stand in the list of devices in JSON."""
+_SHOWN = ("schema", "num_micro_batch", "devices", *PREDICTED)
+"""Keys of the JSON that are no fields."""
+_DAMAGE = (AttributeError, LookupError, TypeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +107,7 @@ class TaskGraphPlan:
     kind: str
     stage: int
     layers: tuple[str, ...]
-    virtual_device: VirtualDevice
+    virtual_device: VirtualDevice = field(metadata={"key": "replicas"})
     splits: tuple[SplitLayer, ...] = ()
     whole: tuple[str, ...] = ()
     """Modules of a split TaskGraph that no rule covers.
@@ -148,6 +159,11 @@ class StageLayer:
     params: tuple[str, ...]
     meets: tuple[str, ...] = ()
     """Where replicas meet, as in the ModelGraph's Layer; "" where they could and do not."""
+    parked: bool = False
+    """Whether what it keeps for its backward waits on the host."""
+    recompute: str = ""
+    """What of a forward stays that runs again in the backward: its `inputs`, or what its `products`
+    make beside them; empty: it does not run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +175,7 @@ class StagePlan:
 
     index: int
     taskgraphs: tuple[int, ...]
-    virtual_device: VirtualDevice
+    virtual_device: VirtualDevice = field(metadata={"key": "replicas"})
     layers: tuple[StageLayer, ...] = ()
 
 
@@ -174,9 +190,31 @@ class Home:
     """(TaskGraph, module path) of each split that cuts it; empty: whole."""
     around: tuple[int, ...] = ()
     """TaskGraphs that see it whole, but with the rows of all members."""
+    zero: int = 0
+    """What its copies share out among each other: nothing (0), the update and its state (1), its
+    gradient too (2), or itself, gathered for each use (3)."""
     tier: str = "device"
+    """Where what is kept is between steps: on the `device`, on the `host` with its update, or on
+    the device but for its optimizer's `state`, or but for the `weights` themselves."""
+    fetched: bool = False
+    """Whether it is brought from where it is kept for each use, though nobody else has a part."""
     dtype: str = "float32"
     apply_group: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+    @property
+    def hosted(self) -> bool:
+        """Whether what is kept is on the host between steps."""
+        return self.tier in ("host", "weights")
+
+    @property
+    def resident(self) -> bool:
+        """Whether it stays where it is computed with, or is brought there for each use."""
+        return self.zero < 3 and not self.fetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +228,7 @@ class Group:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The whole plan. `to_dict` is the JSON contract.
 
@@ -206,10 +244,17 @@ class Plan:
     homes: tuple[Home, ...]
     groups: tuple[Group, ...]
     schedule: Schedule
+    state_weights: tuple[int, ...] = ()
+    """By rank, its weight in what copies share out; empty: equal ones."""
+    precision: Precision = PLAIN
+    early: bool = False
+    """Whether apply groups are updated while the backward runs, where their gradients are there."""
     bucket_bytes: int = 25_000_000
     num_communicators: int = 1
     strategy: str = ""
     rejected: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    """What runs again or waits on the host, Layer by Layer, what it saves and what it costs."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
     """`fits`, `step_seconds` and the other keys of PREDICTED, once the plan is priced."""
     peak_bytes: tuple[int, ...] = ()
@@ -222,6 +267,16 @@ class Plan:
         """Micro-batches per step."""
         return self.schedule.num_micro_batch
 
+    @cached_property
+    def away(self) -> frozenset[str]:
+        """Parameters that are brought to where they are computed with for each use."""
+        return frozenset(home.name for home in self.homes if not home.resident)
+
+    def apart(self, home: Home) -> bool:
+        """Whether what is kept of a parameter is another tensor than what is computed with."""
+        other = home.zero or home.fetched or home.hosted
+        return bool(other) or self.precision.kept(home.dtype) != home.dtype
+
     def home(self, name: str) -> Home:
         """The home of a parameter."""
         return next(home for home in self.homes if home.name == name)
@@ -229,6 +284,20 @@ class Plan:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages a rank runs, in order."""
         return tuple(s.index for s in self.stages if rank in s.virtual_device.ranks)
+
+    def stages_apart(self) -> frozenset[int]:
+        """Stages in which replicas do not wait for each other.
+
+        No batch norm or experts over all of them, no split across replicas, nothing to gather.
+        """
+        joined = {
+            t.stage
+            for t in self.taskgraphs
+            if t.splits and t.virtual_device != self.stages[t.stage].virtual_device
+        }
+        joined |= {s.index for s in self.stages if any(any(layer.meets) for layer in s.layers)}
+        joined |= {stage for home in self.homes if home.zero > 2 for stage in home.stages}
+        return frozenset(stage.index for stage in self.stages) - joined
 
     def split_of(self, taskgraph: int, path: str) -> SplitLayer:
         """The split of that module."""
@@ -262,93 +331,24 @@ class Plan:
                     text += f"; {t.split_share:.0%} of its parameters split"
                 lines.append(text)
                 lines += [f"      {line}" for line in t.why_whole()]
+        lines += [f"  {line}" for line in self.kept]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values (design: "Keys of a plan")."""
+        data: dict[str, Any] = to_plain(self)
+        predicted = data.pop("predicted")
+        shares = enumerate(self.flops_shares())
         return {
             "schema": SCHEMA,
-            "model_hash": self.model_hash,
-            **{key: self.predicted.get(key) for key in PREDICTED},
-            "num_ranks": self.num_ranks,
-            "batch_rows": self.batch_rows,
+            **{key: predicted.get(key) for key in PREDICTED},
+            **{key: value for key, value in data.items() if key not in _OF_DEVICES},
             "num_micro_batch": self.num_micro_batch,
-            "strategy": self.strategy,
-            "rejected": list(self.rejected),
-            "devices": [
-                self._device_dict(rank, share) for rank, share in enumerate(self.flops_shares())
-            ],
+            "devices": [self._device_dict(rank, share) for rank, share in shares],
             "taskgraphs": [
-                {
-                    "index": t.index,
-                    "name": t.name,
-                    "kind": t.kind,
-                    "stage": t.stage,
-                    "ranks": list(t.virtual_device.ranks),
-                    "split_share": t.split_share,
-                    "flops_share": t.flops_share,
-                    "layers": list(t.layers),
-                    "whole": list(t.whole),
-                    "reasons": [list(pair) for pair in t.reasons],
-                    "replicas": t.virtual_device.to_dict(),
-                    "splits": [
-                        {
-                            "rule": s.rule,
-                            "path": s.path,
-                            "modules": list(s.modules),
-                            "unit": s.unit,
-                            "cuts": [list(row) for row in s.cuts],
-                            "dims": [list(side) for side in s.dims],
-                            "inside": list(s.inside),
-                            "entered": s.entered,
-                            "joined": s.joined,
-                            "meets_before": s.meets_before,
-                            "copies": s.copies,
-                            "per_node": s.per_node,
-                            "chunks": s.chunks,
-                            "marks": [list(mark) for mark in s.marks],
-                            "params": {name: d.to_dict() for name, d in s.params},
-                        }
-                        for s in t.splits
-                    ],
-                }
-                for t in self.taskgraphs
+                {**entry, "ranks": list(t.virtual_device.ranks)}
+                for entry, t in zip(data["taskgraphs"], self.taskgraphs, strict=True)
             ],
-            "stages": [
-                {
-                    "index": s.index,
-                    "taskgraphs": list(s.taskgraphs),
-                    "replicas": s.virtual_device.to_dict(),
-                    "layers": [
-                        {
-                            "path": x.path,
-                            "taskgraph": x.taskgraph,
-                            "params": list(x.params),
-                            "meets": list(x.meets),
-                        }
-                        for x in s.layers
-                    ],
-                }
-                for s in self.stages
-            ],
-            "homes": [
-                {
-                    "name": h.name,
-                    "shape": list(h.shape),
-                    "stages": list(h.stages),
-                    "splits": [list(item) for item in h.splits],
-                    "around": list(h.around),
-                    "tier": h.tier,
-                    "dtype": h.dtype,
-                    "apply_group": h.apply_group,
-                }
-                for h in self.homes
-            ],
-            "groups": [{"name": g.name, "ranks": list(g.ranks)} for g in self.groups],
-            "schedule": self.schedule.to_dict(),
-            "bucket_bytes": self.bucket_bytes,
-            "num_communicators": self.num_communicators,
-            "prices": None if self.prices is None else self.prices.to_dict(),
         }
 
     def _device_dict(self, rank: int, share: float) -> dict[str, Any]:
@@ -358,6 +358,9 @@ class Plan:
             "type": self.device_types[rank],
             "share": share,
             "peak_bytes": self.peak_bytes[rank] if self.peak_bytes else None,
+            "host_bytes": None
+            if self.prices is None
+            else int(self.prices.devices[rank].memory.host),
             "capacity_bytes": None
             if self.prices is None
             else self.prices.devices[rank].capacity_bytes,
@@ -385,75 +388,29 @@ class Plan:
                 hint="make the plan again with this version",
             )
         try:
-            return cls._from_keys(data)
-        except KeyError as error:
+            devices = data["devices"]
+            peaks = [device["peak_bytes"] for device in devices]
+            predicted = {key: data[key] for key in PREDICTED if data.get(key) is not None}
+            fields = {key: value for key, value in data.items() if key not in _SHOWN}
+            fields |= {
+                "device_types": [device["type"] for device in devices],
+                "peak_bytes": peaks if None not in peaks else [],
+                "predicted": predicted,
+                "taskgraphs": [
+                    {key: value for key, value in t.items() if key != "ranks"}
+                    for t in data["taskgraphs"]
+                ],
+            }
+            found = from_plain(cls, fields, "the plan")
+        except _DAMAGE as error:
             raise PlanError(
-                f"the plan has no key {error}", hint="make the plan again: `whale plan --json F`"
-            ) from error
-        except PlanError:
-            raise
-        except (
-            ArithmeticError,
-            AssertionError,
-            AttributeError,
-            IndexError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise PlanError(
-                f"the plan holds a value of a wrong kind: {error}",
+                f"the plan lacks a key or holds a value of a wrong kind: {error!r}",
                 hint="make the plan again: `whale plan --json F`",
             ) from error
 
-    @classmethod
-    def _from_keys(cls, data: Mapping[str, Any]) -> Plan:
-        peaks = [d["peak_bytes"] for d in data["devices"]]
-        return cls(
-            model_hash=data["model_hash"],
-            num_ranks=data["num_ranks"],
-            device_types=tuple(d["type"] for d in data["devices"]),
-            batch_rows=data["batch_rows"],
-            stages=tuple(
-                StagePlan(
-                    index=s["index"],
-                    taskgraphs=tuple(s["taskgraphs"]),
-                    virtual_device=VirtualDevice.from_dict(s["replicas"]),
-                    layers=tuple(
-                        StageLayer(
-                            path=x["path"],
-                            taskgraph=x["taskgraph"],
-                            params=tuple(x["params"]),
-                            meets=tuple(x["meets"]),
-                        )
-                        for x in s["layers"]
-                    ),
-                )
-                for s in data["stages"]
-            ),
-            taskgraphs=tuple(_taskgraph_from(t) for t in data["taskgraphs"]),
-            homes=tuple(
-                Home(
-                    name=h["name"],
-                    shape=tuple(h["shape"]),
-                    stages=tuple(h["stages"]),
-                    splits=tuple((t, path) for t, path in h["splits"]),
-                    around=tuple(h["around"]),
-                    tier=h["tier"],
-                    dtype=h["dtype"],
-                    apply_group=h["apply_group"],
-                )
-                for h in data["homes"]
-            ),
-            groups=tuple(Group(name=g["name"], ranks=tuple(g["ranks"])) for g in data["groups"]),
-            schedule=Schedule.from_dict(data["schedule"]),
-            bucket_bytes=data["bucket_bytes"],
-            num_communicators=data["num_communicators"],
-            strategy=data["strategy"],
-            rejected=tuple(data["rejected"]),
-            predicted={k: data[k] for k in PREDICTED if data.get(k) is not None},
-            peak_bytes=tuple(peaks) if None not in peaks else (),
-            prices=None if data.get("prices") is None else Prices.from_dict(data["prices"]),
-        )
+        if found.prices is not None:
+            found.prices.check()
+        return found
 
     def to_text(self) -> str:
         """The text form (`ir/text.py`); `from_text` gives an equal Plan back."""
@@ -463,38 +420,3 @@ class Plan:
     def from_text(cls, text: str) -> Plan:
         """The inverse of `to_text`."""
         return cls.from_dict(loads(text, title="plan"))
-
-
-def _taskgraph_from(data: Mapping[str, Any]) -> TaskGraphPlan:
-    return TaskGraphPlan(
-        index=data["index"],
-        name=data["name"],
-        kind=data["kind"],
-        stage=data["stage"],
-        layers=tuple(data["layers"]),
-        virtual_device=VirtualDevice.from_dict(data["replicas"]),
-        splits=tuple(
-            SplitLayer(
-                rule=s["rule"],
-                path=s["path"],
-                modules=tuple(s["modules"]),
-                unit=s["unit"],
-                cuts=tuple(tuple(row) for row in s["cuts"]),
-                dims=(tuple(s["dims"][0]), tuple(s["dims"][1])),
-                inside=tuple(s["inside"]),
-                entered=s["entered"],
-                joined=s["joined"],
-                meets_before=s["meets_before"],
-                copies=s["copies"],
-                per_node=s["per_node"],
-                chunks=s["chunks"],
-                marks=tuple((what, where) for what, where in s.get("marks", ())),
-                params=tuple((name, DimSharding.from_dict(d)) for name, d in s["params"].items()),
-            )
-            for s in data["splits"]
-        ),
-        whole=tuple(data["whole"]),
-        reasons=tuple((path, why) for path, why in data.get("reasons", ())),
-        split_share=data["split_share"],
-        flops_share=data["flops_share"],
-    )

@@ -7,11 +7,11 @@ bucket and per device: never per micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from whale.errors import PlanError
+from whale.ir.memory import DeviceBytes
 
 CONTENTION = 0.5
 """Of sums where nothing was measured: both want the same memory and multiprocessors. Seen on
@@ -69,15 +69,8 @@ class DevicePrice:
     node: int
     rows: int
     apply_s: float
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    scratch_bytes: int
-    """Held while the update runs."""
-    workspace_bytes: int
-    """Held while a Layer runs."""
-    reserve_bytes: int
-    """Lost to the driver and to the allocator's gaps."""
+    memory: DeviceBytes
+    """All of it but activations."""
     capacity_bytes: int
     peak_flops: float
     """What the device could do in the dtype of the model, per second."""
@@ -103,35 +96,27 @@ class Prices:
     """Forward and backward of the global batch, useful work only."""
     lower_bound_s: float
     """No plan on these devices can be faster."""
+    host_capacity_bytes: tuple[int, ...] = ()
+    """By node, its own memory."""
     contention: float = CONTENTION
     """The share of its speed that a sum of gradients loses while all its ranks compute."""
     cluster: str = ""
     sources: tuple[str, ...] = ()
     """Where the figures come from."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Prices:
-        """The inverse of `to_dict`, also after a trip through JSON."""
-        found = cls(
-            stages=tuple(StagePrice(**s) for s in data["stages"]),
-            messages=tuple(MessagePrice(**m) for m in data["messages"]),
-            reduces=tuple(
-                ReducePrice(**{**r, "ranks": tuple(r["ranks"])}) for r in data["reduces"]
-            ),
-            devices=tuple(DevicePrice(**d) for d in data["devices"]),
-            step_flops=data["step_flops"],
-            lower_bound_s=data["lower_bound_s"],
-            contention=data.get("contention", CONTENTION),
-            cluster=data["cluster"],
-            sources=tuple(data["sources"]),
-        )
-        for item in (found, *found.stages, *found.messages, *found.reduces, *found.devices):
-            _check_numbers(item)
+    def host_bytes(self) -> dict[int, float]:
+        """By node, what its ranks have in its memory."""
+        found: dict[int, float] = {}
+        for device in self.devices:
+            found[device.node] = found.get(device.node, 0.0) + device.memory.host
         return found
+
+    def check(self) -> None:
+        """Refuses numbers that nothing costs: after reading, for what is read may be anything."""
+        memory = (device.memory for device in self.devices)
+        parts = (*self.stages, *self.messages, *self.reduces, *self.devices, *memory)
+        for item in (self, *parts):
+            _check_numbers(item)
 
 
 def _check_numbers(item: Any) -> None:

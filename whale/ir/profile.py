@@ -1,6 +1,6 @@
 """Profile: what `whale calibrate` measured of devices and links, as a value.
 
-Place in the flow: crosses from the torch side (`engine.measure` writes it) to the planner's
+Place in the flow: crosses from the torch side (`engine.calibrate` writes it) to the planner's
 (`cost.compute` and `cost.comm` read it). A plan for a
 cluster with a profile is priced from it; without one, from data sheets (`cost.rates`).
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from whale.errors import ConfigError
+from whale.errors import ConfigError, PlanError
+from whale.ir.codec import from_plain, to_plain
 
-SCHEMA = 1
+SCHEMA = 2
 NOISE = 0.06
 """Two measurements of one device may differ by this much: its neighbours share caches and memory
 with it, and clocks move."""
@@ -127,6 +128,13 @@ Links = Mapping[tuple[str, int, int], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Links:
+    """How links stand in a file: a mapping has words for keys."""
+
+    links: tuple[tuple[str, int, int, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Devices by rank, and the links between them."""
 
@@ -142,44 +150,9 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "schema": SCHEMA,
-            "about": self.about,
-            "devices": [
-                {
-                    "type": d.type,
-                    "memory_bytes": d.memory_bytes,
-                    "reserved_bytes": d.reserved_bytes,
-                    "launch_s": d.launch_s,
-                    "apply_bytes_per_s": d.apply_bytes_per_s,
-                    "lost": d.lost,
-                    "card": d.card,
-                    "rates": {
-                        kind: {
-                            dtype: [r.flops_per_s, r.bytes_per_s, r.overhead_s]
-                            for dtype, r in by_dtype.items()
-                        }
-                        for kind, by_dtype in d.rates.items()
-                    },
-                    "layers": {
-                        name: {
-                            "forward": [list(p) for p in time.forward.points],
-                            "backward": [list(p) for p in time.backward.points],
-                            **(
-                                {"kept": [list(p) for p in time.kept.points]}
-                                if time.kept is not None
-                                else {}
-                            ),
-                            "alone": time.alone,
-                        }
-                        for name, time in d.layers.items()
-                    },
-                }
-                for d in self.devices
-            ],
-            "contention": self.contention,
-            "links": [[*shape, *figures] for shape, figures in self.links.items()],
-        }
+        parts = {name: to_plain(getattr(self, name)) for name in ("about", "devices", "contention")}
+        links = [[*shape, *figures] for shape, figures in self.links.items()]
+        return {"schema": SCHEMA, **parts, "links": links}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Profile:
@@ -189,15 +162,13 @@ class Profile:
                 f"the profile has schema {data.get('schema')!r}, this Whale reads {SCHEMA}",
                 hint="measure again with `whale calibrate --json F`",
             )
-        return cls(
-            about=data["about"],
-            contention=data.get("contention"),
-            devices=tuple(_device(d) for d in data["devices"]),
-            links={
-                (name, ranks, nodes): (latency, speed)
-                for name, ranks, nodes, latency, speed in data["links"]
-            },
-        )
+        fields = {key: value for key, value in data.items() if key not in ("schema", "links")}
+        try:
+            found = from_plain(cls, fields, "the profile")
+            links = from_plain(_Links, {"links": data.get("links", [])}, "the profile").links
+        except PlanError as error:
+            raise ConfigError(error.message, hint="write one with `whale calibrate`") from error
+        return replace(found, links={link[:3]: link[3:] for link in links})
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:
@@ -224,31 +195,3 @@ class Profile:
 
 def _near(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * max(abs(a), abs(b))
-
-
-def _device(data: Mapping[str, Any]) -> DeviceProfile:
-    return DeviceProfile(
-        type=data["type"],
-        memory_bytes=data["memory_bytes"],
-        reserved_bytes=data["reserved_bytes"],
-        launch_s=data["launch_s"],
-        apply_bytes_per_s=data["apply_bytes_per_s"],
-        lost=data.get("lost", 0.0),
-        card=data.get("card", ""),
-        rates={
-            kind: {
-                dtype: Rate(flops_per_s=r[0], bytes_per_s=r[1], overhead_s=r[2])
-                for dtype, r in by_dtype.items()
-            }
-            for kind, by_dtype in data["rates"].items()
-        },
-        layers={
-            name: LayerTime(
-                forward=Curve(tuple((x, y) for x, y in time["forward"])),
-                backward=Curve(tuple((x, y) for x, y in time["backward"])),
-                kept=Curve(tuple((x, y) for x, y in time["kept"])) if "kept" in time else None,
-                alone=time.get("alone", 1.0),
-            )
-            for name, time in data["layers"].items()
-        },
-    )

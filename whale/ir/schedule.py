@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from whale.errors import ScheduleError
+from whale.errors import PlanError, ScheduleError
+from whale.ir.codec import from_plain, to_plain
 from whale.ir.text import dumps, loads
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
@@ -209,18 +210,16 @@ class Schedule:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers for JSON; `from_dict` gives an equal Schedule back."""
-        return {key: _lists(value) for key, value in asdict(self).items()}
+        found: dict[str, Any] = to_plain(self)
+        return found
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Schedule:
-        """The Schedule that `to_dict` wrote; an unknown or missing key is an error."""
-        allowed = [field.name for field in fields(Schedule)]
-        if set(data) != set(allowed):
-            raise ScheduleError(
-                f"a schedule has the keys {sorted(data)}, allowed: {sorted(allowed)}",
-                hint="the file is from another version, or was edited by hand",
-            )
-        return Schedule(**{key: _tuples(value) for key, value in data.items()})
+        """The Schedule that `to_dict` wrote."""
+        try:
+            return from_plain(Schedule, data, "the schedule")
+        except PlanError as error:
+            raise ScheduleError(error.message, hint=error.hint) from error
 
     def to_text(self) -> str:
         """The text form (`ir/text.py`); `from_text` gives an equal Schedule back."""
@@ -273,11 +272,3 @@ def grid(
 def _cell(column: Sequence[Action], row: int, arrow: int | None) -> str:
     text = str(column[row]) if row < len(column) else ""
     return f"--> {text or '(end)'}" if row == arrow else f"    {text}"
-
-
-def _lists(value: Any) -> Any:
-    return [_lists(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 Span = tuple[int, int]
 
@@ -66,15 +65,6 @@ class DimSharding:
             (offset + size // self.units * low, offset + size // self.units * high)
             for offset, size in zip(offsets, self.sections, strict=False)
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"dim": self.dim, "sections": list(self.sections), "units": self.units}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> DimSharding:
-        """The inverse of `to_dict`."""
-        return cls(dim=data["dim"], sections=tuple(data["sections"]), units=data["units"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

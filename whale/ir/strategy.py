@@ -9,7 +9,6 @@ section 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from whale.errors import AnnotationError
 
@@ -44,24 +43,6 @@ class Scope:
         if self.name:
             parts.append(f"name={self.name!r}")
         return f"{self.kind}({', '.join(parts)})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; defaults left out."""
-        data: dict[str, Any] = {"kind": self.kind, "uid": self.uid, "where": self.where}
-        for field in ("device_count", "name", "num_micro_batch", "schedule"):
-            if getattr(self, field) is not None:
-                data[field] = getattr(self, field)
-        if self.ranks is not None:
-            data["ranks"] = list(self.ranks)
-        return data
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Scope:
-        """The inverse of `to_dict`."""
-        data = dict(data)
-        if "ranks" in data:
-            data["ranks"] = tuple(data["ranks"])
-        return cls(**data)
 
 
 Tag = tuple[Scope, ...]

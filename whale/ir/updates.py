@@ -12,7 +12,7 @@ ranks that wait for each other's messages: such a sum begins when a rank has com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from whale.ir.homes import Bucket, Stretch, crosses, rank_buckets
@@ -55,6 +55,14 @@ class RankStep:
                 if numbers:
                     yield action, numbers
 
+    def completing(self) -> dict[int, int]:
+        """The apply group that is complete with it, by the place of a `G` among the actions."""
+        last: dict[int, int] = {}
+        for index, action in enumerate(self.actions):
+            if isinstance(action, Update) and action.kind == "G":
+                last[self.buckets[action.number].apply_group] = index
+        return {index: group for group, index in last.items()}
+
     def late(self) -> tuple[int, ...]:
         """The buckets whose sums begin after the last message."""
         begun = {number for _, numbers in self.completed() for number in numbers}
@@ -81,6 +89,19 @@ def last_backwards(actions: Sequence[Action | Update]) -> dict[int, int]:
     }
 
 
+def earlier_backwards(
+    actions: Sequence[Action | Update], last: Mapping[int, int]
+) -> dict[int, list[int]]:
+    """By stage, the places of the computes that make the last of other micro-batches' gradients."""
+    found: dict[int, list[int]] = {}
+    for index, action in enumerate(actions):
+        if isinstance(action, Action) and action.is_compute:
+            end = last.get(action.stage, -1)
+            if index < end and action.kind == actions[end].kind:
+                found.setdefault(action.stage, []).append(index)
+    return found
+
+
 def rank_step(
     plan: Plan,
     rank: int,
@@ -92,10 +113,12 @@ def rank_step(
 
     A bucket is complete with the last backward of all stages that use what is in it; one that is
     summed over ranks never before the one ahead of it, for all ranks sum in one order. See [Note:
-    sums between stages]. `known` is as for `rank_buckets`.
+    sums between stages]. Gradients of which a rank keeps a part are summed with every micro-batch:
+    there is no room for all of them until the last. `known` is as for `rank_buckets`.
     """
     buckets = tuple(rank_buckets(plan, rank, trainable, known))
     last = last_backwards(actions)
+    early = earlier_backwards(actions, last)
     after: dict[int, list[Update]] = {}
     forwards = [i for i, action in enumerate(actions) if action.kind in ("F", "SF")]
     after.setdefault(max(forwards, default=-1), []).append(Update(kind="L"))
@@ -103,6 +126,9 @@ def rank_step(
     for number, bucket in enumerate(buckets):
         stages = {stage for piece in bucket.slices for stage in piece.home.stages}
         place = max((place for stage, place in last.items() if stage in stages), default=-1)
+        if bucket.zero > 1 and len(stages) == 1 and not crosses(plan, bucket.sync):
+            for before in early.get(min(stages), ()):
+                after.setdefault(before, []).append(Update(kind="G", number=number))
         if len(bucket.sync.ranks) > 1:
             place = latest = max(latest, len(actions) - 1 if crosses(plan, bucket.sync) else place)
         after.setdefault(place, []).append(Update(kind="G", number=number))

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import ClassVar
 
+from whale.ir.codec import from_plain, to_plain
 from whale.ir.sharding import Span, apportion, cuts
 from whale.ir.text import dumps, loads
 
@@ -35,6 +36,7 @@ class VirtualDevice:
     """
 
     replicas: tuple[Replica, ...]
+    _only_field: ClassVar[str] = "replicas"
 
     @classmethod
     def of(
@@ -95,25 +97,16 @@ class VirtualDevice:
         """The rows of a micro-batch that `rank` computes."""
         return _rows(self, rank, rows)
 
-    def to_dict(self) -> list[dict[str, Any]]:
-        """Plain JSON values."""
-        return [{"ranks": list(r.ranks), "weight": r.weight} for r in self.replicas]
-
-    @classmethod
-    def from_dict(cls, data: list[dict[str, Any]]) -> VirtualDevice:
-        """The inverse of `to_dict`."""
-        return cls(
-            replicas=tuple(Replica(ranks=tuple(r["ranks"]), weight=r["weight"]) for r in data)
-        )
-
     def to_text(self) -> str:
         """The text form (`ir/text.py`); `from_text` gives an equal VirtualDevice back."""
-        return dumps({"replicas": self.to_dict()}, title="virtual-device")
+        return dumps({"replicas": to_plain(self)}, title="virtual-device")
 
     @classmethod
     def from_text(cls, text: str) -> VirtualDevice:
         """The inverse of `to_text`."""
-        return cls.from_dict(loads(text, title="virtual-device")["replicas"])
+        return from_plain(
+            cls, loads(text, title="virtual-device")["replicas"], "the virtual device"
+        )
 
 
 @lru_cache(maxsize=4096)

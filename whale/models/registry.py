@@ -36,6 +36,7 @@ from whale.models.m6.config import M6Config
 from whale.models.m6.config import presets as m6_configs
 from whale.models.m6.model import M6
 from whale.models.m6.objectives import example_batch as m6_batch
+from whale.optim import Adafactor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Preset:
         rows: default global batch.
         seq: default sequence length, of the text alone where there are pictures too; None for
             images.
-        precision: fp32, tf32 or bf16.
+        precision: a name that `whale plan --precision` takes.
         optimizer: a name that `optimizer_factory` knows.
         annotate: tags the model in place; None: the planner decides.
         num_micro_batch: micro-batches of a step.
@@ -99,7 +100,7 @@ def near(name: str, known: Iterable[str]) -> str:
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.01),
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "adafactor": partial(Adafactor, lr=1e-2),
 }
 
 
@@ -314,8 +315,10 @@ PRESETS: Mapping[str, Preset] = {
         _m6_ladder("m6-small", "156 million", 8),
         _m6_ladder("m6-base", "1.4 billion", 8),
         _m6_ladder("m6-10b", "10.8 billion", 16),
-        _m6_ladder("m6-100b", "103 billion", 128, optimizer="adafactor"),
-        _m6_ladder("m6-1t", "1 trillion", 480, optimizer="adafactor"),
-        _m6_ladder("m6-10t", "10 trillion", 512, optimizer="adafactor"),
+        _m6_ladder(
+            "m6-100b", "103 billion", 128, optimizer="adafactor", precision="bf16-stochastic"
+        ),
+        _m6_ladder("m6-1t", "1 trillion", 480, optimizer="adafactor", precision="fp16"),
+        _m6_ladder("m6-10t", "10 trillion", 512, optimizer="adafactor", precision="fp16"),
     )
 }

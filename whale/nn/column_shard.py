@@ -1,11 +1,11 @@
 """ColumnShard: the output of a column-split Linear, left sharded until something needs it whole.
 
 Place in the flow: what a lone split Linear (a classifier, a vocabulary head) returns where the
-trace shows that all that reads it works on shards (`engine.lone`; anywhere else it is gathered at
-once). To the user's code it looks like the whole tensor (same shape). Cross-entropy and argmax work
-on the shards (vocabulary parallel: the logits are never gathered); views that keep the last dim
-stay sharded. Code that only another run takes (evaluation, say) may still do anything else: torch
-functions gather first, and what passes by them or changes the tensor is refused.
+trace shows that all that reads it works on shards (`engine.split.lone`; anywhere else it is
+gathered at once). To the user's code it looks like the whole tensor (same shape). Cross-entropy and
+argmax work on the shards (vocabulary parallel: the logits are never gathered); views that keep the
+last dim stay sharded. Code that only another run takes (evaluation, say) may still do anything
+else: torch functions gather first, and what passes by them or changes the tensor is refused.
 """
 
 from __future__ import annotations

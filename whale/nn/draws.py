@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from whale.errors import WhaleError
-from whale.nn.dropout import key_of, position_hash
 from whale.runtime.compat import gamma_grad
+from whale.runtime.hashing import key_of, position_hash
 
 _LARGEST_COUNT = 1 << 12
 """Of a binomial: its distribution is written out."""

@@ -7,49 +7,12 @@ does not matter which rank, micro-batch or shard computes it.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
 
 from whale.runtime.context import StepContext
-
-_MASK = 0xFFFFFFFF
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A 32-bit hash ("lowbias32" constants) on int64: torch has no unsigned shifts."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
-
-
-def _mix_int(x: int) -> int:
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
-
-
-def key_of(seed: int, step: int, name: str, call: int) -> int:
-    """One number per (seed, step, module, call in this forward)."""
-    key = _mix_int(seed & _MASK)
-    for part in (step & _MASK, zlib.crc32(name.encode()), call):
-        key = _mix_int(key ^ part)
-    return key
-
-
-def position_hash(
-    shape: Sequence[int], key: int, offsets: Sequence[int], batch_dim: int, device: torch.device
-) -> torch.Tensor:
-    """32 bits for each element, by `key` and its place: `offsets` is where the tensor starts."""
-    counter = torch.full((), key, dtype=torch.int64, device=device)
-    for dim in [batch_dim, *(d for d in range(len(shape)) if d != batch_dim)]:
-        index = torch.arange(offsets[dim], offsets[dim] + shape[dim], device=device)
-        index = index.view([-1 if d == dim else 1 for d in range(len(shape))])
-        # The sample's own hash first, then a mixed coordinate at a time: broadcasting keeps all but
-        # the last round small.
-        counter = _mix((counter ^ (index & _MASK)) & _MASK)
-    return counter
+from whale.runtime.hashing import MASK, key_of, position_hash
 
 
 def keep_mask(
@@ -66,7 +29,7 @@ def keep_mask(
     """Which elements stay; `sharded` is (dim, first, whole size) of a dim that is a part."""
     offsets = offsets_of(shape, first_row, rows, batch_dim, sharded)
     counter = position_hash(shape, key, offsets, batch_dim, device)
-    return counter >= int(p * (_MASK + 1))
+    return counter >= int(p * (MASK + 1))
 
 
 def offsets_of(

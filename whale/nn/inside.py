@@ -1,6 +1,6 @@
 """Inside: what holds only while a split module's own forward runs.
 
-Place in the flow: put around forwards by `engine.unit_marks`, `engine.lower` and the experts'
+Place in the flow: put around forwards by `engine.split.unit_marks`, `engine.lower` and the experts'
 forwards. A module that computes on some of its units must believe in as many heads or experts as
 are here, while everyone else who asks it (the model's own code, a hook, the loss) means all of
 them. And a Linear whose output is a part of the columns is of use to nobody outside.

@@ -1,8 +1,8 @@
 """Dropout modules whose masks are keyed, without a mode around the forward.
 
-Place in the flow: installed by `engine.random` on the modules whose forward is torch's own. The
-mode of `nn.randomness` would give the same masks under the same names; a model that draws nowhere
-else is spared its cost for every function it calls.
+Place in the flow: installed by `engine.lower.random` on the modules whose forward is torch's own.
+The mode of `nn.randomness` would give the same masks under the same names; a model that draws
+nowhere else is spared its cost for every function it calls.
 """
 
 from __future__ import annotations

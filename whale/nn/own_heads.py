@@ -1,8 +1,8 @@
 """Own heads: the forward of a module that computes on this rank's units only.
 
-Place in the flow: installed by `engine.unit_marks` around attention split by heads. A mode gives
-functions that read whole values beside units (a mask, ALiBi, a bias of each head) this rank's part
-of them; parameters that are whole but meet units get their gradient summed over the members.
+Place in the flow: installed by `engine.split.unit_marks` around attention split by heads. A mode
+gives functions that read whole values beside units (a mask, ALiBi, a bias of each head) this rank's
+part of them; parameters that are whole but meet units get their gradient summed over the members.
 """
 
 from __future__ import annotations

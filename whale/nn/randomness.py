@@ -19,13 +19,14 @@ from torch import nn
 
 from whale.errors import WhaleError
 from whale.nn.draws import Place
-from whale.nn.dropout import drop, key_of, offsets_of
+from whale.nn.dropout import drop, offsets_of
 from whale.nn.random_calls import CALLS
 from whale.nn.random_dropouts import COMPOSED, DROPOUTS, opened
 from whale.runtime import recompute
 from whale.runtime.compat import in_backward, version
 from whale.runtime.context import StepContext
 from whale.runtime.generators import check_unseeded
+from whale.runtime.hashing import key_of
 
 HANDLERS = {**CALLS, **DROPOUTS}
 """Every random function of torch that is keyed."""

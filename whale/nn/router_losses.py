@@ -2,8 +2,9 @@
 
 Place in the flow: transformers' models call them in the code of their loss. They are no means that
 could be added up over replicas but products of means, so replicas gather what they are computed
-from, and each computes the loss of all tokens: `engine.stages` runs them so. `engine.capture` runs
-stand-ins, whose shapes do not depend on values, `engine.parts` tries that gathering is enough.
+from, and each computes the loss of all tokens: `engine.lower.stages` runs them so. `engine.capture`
+runs stand-ins, whose shapes do not depend on values, `engine.trials.parts` tries that gathering is
+enough.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Shard:
     overlap: bool = False
     """Whether its weights are used once in a forward, so that their gradients may come late."""
     marks: tuple[tuple[str, str], ...] = ()
-    """What else the rule does (`engine.unit_marks`)."""
+    """What else the rule does (`engine.split.unit_marks`)."""
     stays: bool = False
     """Whether all that reads the output of a lone column split works on its shards."""
     inside: Inside | None = None

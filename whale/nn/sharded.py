@@ -1,8 +1,8 @@
 """Sharded forwards: what a Linear, embedding or convolution does with only its part of the weight.
 
-Place in the flow: installed by `engine.rules` on this rank's copy of a module. The module keeps its
-class and its parameter names; only `forward` is replaced, so state dicts and breakpoints stay the
-user's own.
+Place in the flow: installed by `engine.split.rules` on this rank's copy of a module. The module
+keeps its class and its parameter names; only `forward` is replaced, so state dicts and breakpoints
+stay the user's own.
 """
 
 from __future__ import annotations

@@ -12,12 +12,14 @@ from itertools import product
 
 from whale.config import Config
 from whale.cost.compute import CostModel
-from whale.cost.memory import ALLOCATOR_SLACK
+from whale.cost.memory import HeldBytes, device_bytes, layer_bytes
 from whale.errors import PlanError
 from whale.ir.strategy import Scope, Tag
 from whale.planner.candidate import Candidate, kinds_of, with_feed
 from whale.planner.chain import Chain, GroupKind, partition
+from whale.planner.keep import Keeping
 from whale.planner.replicas import data_parallel, micro_batches
+from whale.planner.span_memory import SpanMemory
 from whale.planner.tensor import around_large
 
 MAX_ORDERS = 120
@@ -95,6 +97,7 @@ def automatic(
 ) -> Iterator[Candidate]:
     """Data parallel, large Layers split, and the best pipelines over groups of equal devices."""
     graph = costs.graph
+    keeping = Keeping.of(graph, config)
     asked = config.pipeline.num_stages
     fixed = config.pipeline.num_micro_batch
     counts = micro_batches(config, batch_rows)
@@ -120,7 +123,7 @@ def automatic(
             if count == 1 and fixed == 1 and len(counts) > 1:
                 continue  # a pipeline of one micro-batch only waits
             rows = -(-batch_rows // count)
-            table = [_kind(costs, ranks, rows) for ranks in groups]
+            table = [_kind(costs, keeping, ranks, rows) for ranks in groups]
             try:
                 chain = partition(
                     table, count, num_stages=asked, tolerance=0.01, deadline_s=SEARCH_SECONDS
@@ -169,29 +172,67 @@ def _groups(costs: CostModel, widths: Sequence[int]) -> list[list[tuple[int, ...
     return found
 
 
-def _kind(costs: CostModel, groups: list[tuple[int, ...]], rows: int) -> GroupKind:
+def _kind(
+    costs: CostModel, keeping: Keeping, groups: list[tuple[int, ...]], rows: int
+) -> GroupKind:
     rank, width = groups[0][0], len(groups[0])
-    each = -(-rows // width)
-    training = costs.training
-    layers = costs.graph.layers
+    each = float(-(-rows // width))
+    layers = range(len(costs.graph.layers))
     peer = groups[-1][-1] if len(groups) > 1 else (rank + 1) % costs.cluster.num_devices
-    slack = 1.0 + ALLOCATOR_SLACK
     return GroupKind(
         name=costs.cluster.devices[rank].type,
         count=len(groups),
         capacity_bytes=float(costs.capacity(rank)),
-        seconds=tuple(costs.step_s(i, rank, float(each)) for i in range(len(layers))),
-        resident_bytes=tuple(
-            size * (2.0 + training.state_tensors) * slack for size in costs.parameter_bytes
-        ),
-        activation_bytes=tuple(costs.kept_bytes(i, rank, float(each)) for i in range(len(layers))),
-        slack_bytes=costs.reserved(rank)
-        + 2.0 * slack * max((layer.largest.at(float(each)) for layer in layers), default=0.0),
+        seconds=tuple(costs.step_s(i, rank, each) for i in layers),
+        memory=_memory(costs, keeping, rank, each, width),
         edge_seconds=tuple(
-            costs.fabric.send(peer, rank, sent.there.at(float(each)))
-            + costs.fabric.send(peer, rank, sent.back.at(float(each)))
+            costs.fabric.send(peer, rank, sent.there.at(each))
+            + costs.fabric.send(peer, rank, sent.back.at(each))
             for sent in costs.cut_bytes
         ),
+    )
+
+
+def _memory(costs: CostModel, keeping: Keeping, rank: int, rows: float, copies: int) -> SpanMemory:
+    """Of a rank of a group of so many, each of which has a copy."""
+    parameters = {p.name: p for p in costs.graph.parameters}
+    held = []
+    for layer in costs.graph.layers:
+        names = (parameters[name] for name in layer.params)
+        each = (keeping.held(p, 1.0, num_stages=1, copies=copies) for p in names)
+        held.append(sum(each, HeldBytes()))
+    found = [
+        layer_bytes(
+            costs,
+            i,
+            rank,
+            (rows, 1.0),
+            params=h,
+            parked=layer.path in keeping.parks,
+            recompute=keeping.recomputes.get(layer.path, ""),
+        )
+        for i, (h, layer) in enumerate(zip(held, costs.graph.layers, strict=True))
+    ]
+    own = [
+        device_bytes(
+            costs,
+            rank,
+            layer,
+            workspace=0.0,
+            num_groups=keeping.num_groups,
+            early=keeping.early,
+        )
+        for layer in held
+    ]
+    return SpanMemory(
+        static=tuple(item.static for item in own),
+        scratch=tuple(item.scratch for item in own),
+        # A Layer that is called again is one of the chain all the same.
+        kept=tuple(b.kept * n for b, n in zip(found, costs.calls, strict=True)),
+        passing=tuple(b.passing for b in found),
+        received=tuple(sent.there.at(rows) for sent in costs.cut_bytes),
+        driver=own[0].driver,
+        gaps=own[0].gaps,
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from whale.errors import PlanError
 from whale.planner.balance import format_bytes
+from whale.planner.span_memory import SpanMemory
 from whale.planner.stage_table import Floats, StageTable, least_sum, num_states, reach, tabulate
 
 # Numbers in the table of one limit, 8 bytes each. Beyond it, kinds that are alike are merged.
@@ -33,26 +34,22 @@ ROUNDING = 1e-12
 class GroupKind:
     """Device groups that are alike, and what each layer costs on one of them.
 
-    Per layer: `seconds` is forward and backward of one micro-batch; `resident_bytes` parameters,
-    gradients and optimizer state, and `activation_bytes` what one micro-batch in flight keeps, both
-    on each device; `edge_seconds` is added to a stage that starts with this layer (receive, and
-    send the gradient back). `slack_bytes` is workspace and allocator slack.
+    Per layer: `seconds` is forward and backward of one micro-batch; `edge_seconds` is added to a
+    stage that starts with this layer (receive, and send the gradient back). `memory` is that of
+    each device.
     """
 
     name: str
     count: int
     capacity_bytes: float
     seconds: tuple[float, ...]
-    resident_bytes: tuple[float, ...]
-    activation_bytes: tuple[float, ...]
-    slack_bytes: float = 0.0
+    memory: SpanMemory
     edge_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        costs = (self.seconds, self.resident_bytes, self.activation_bytes, self.edge_seconds)
-        assert {len(cost) for cost in costs[:3]} == {len(self.seconds)}, self.name
+        assert self.memory.num_layers == len(self.seconds), self.name
         assert len(self.edge_seconds) in (0, len(self.seconds)), self.name
-        assert all(min(cost, default=0.0) >= 0 for cost in costs), self.name
+        assert all(min(cost, default=0.0) >= 0 for cost in (self.seconds, self.edge_seconds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,11 +211,13 @@ def _tabulate(kinds: Sequence[GroupKind], request: _Request) -> StageTable:
     return tabulate(
         seconds=np.array([kind.seconds for kind in kinds], dtype=np.float64),
         edge=np.array([kind.edge_seconds or no_edges for kind in kinds], dtype=np.float64),
-        resident=np.array([kind.resident_bytes for kind in kinds], dtype=np.float64),
-        activation=np.array([kind.activation_bytes for kind in kinds], dtype=np.float64),
-        free=[kind.capacity_bytes - kind.slack_bytes for kind in kinds],
+        room=np.array(
+            [
+                [kind.memory.last_ends(kind.capacity_bytes, number) for number in request.held]
+                for kind in kinds
+            ]
+        ),
         counts=[kind.count for kind in kinds],
-        held=request.held,
     )
 
 
@@ -242,15 +241,15 @@ def _too_little_memory(kinds: Sequence[GroupKind], request: _Request, earliest: 
     layers = range(len(kinds[0].seconds))
 
     def needs(kind: GroupKind, layer: int) -> float:
-        return kind.resident_bytes[layer] + request.held[0] * kind.activation_bytes[layer]
+        return kind.memory.peak(layer, layer + 1, request.held[0]) - kind.memory.driver
 
     def free(kind: GroupKind) -> float:
-        return kind.capacity_bytes - kind.slack_bytes
+        return kind.capacity_bytes - kind.memory.driver
 
     home = [min(kinds, key=lambda kind: needs(kind, layer) - free(kind)) for layer in layers]
     short = [needs(kind, layer) - free(kind) for layer, kind in zip(layers, home, strict=True)]
     worst = max(layers, key=short.__getitem__)
-    least = [min(needs(kind, layer) for kind in kinds) for layer in layers]
+    least = [min(kind.memory.stays(layer, request.held[0]) for kind in kinds) for layer in layers]
     have = sum(kind.count * max(free(kind), 0.0) for kind in kinds)
     if short[worst] > 0:
         why = (
@@ -341,8 +340,6 @@ def _merge(
         count=a.count + b.count,
         capacity_bytes=gain(a.capacity_bytes, b.capacity_bytes),
         seconds=tuple(map(cost, a.seconds, b.seconds)),
-        resident_bytes=tuple(map(cost, a.resident_bytes, b.resident_bytes)),
-        activation_bytes=tuple(map(cost, a.activation_bytes, b.activation_bytes)),
-        slack_bytes=cost(a.slack_bytes, b.slack_bytes),
+        memory=a.memory.merged(b.memory, cost),
         edge_seconds=tuple(map(cost, a.edge_seconds or none, b.edge_seconds or none)),
     )

@@ -8,12 +8,16 @@ held against what the planner itself would write there.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from whale.errors import PlanError, WhaleError
 from whale.ir.check import check_offers, check_plan, wider
 from whale.ir.deadlock import check_schedule
 from whale.ir.model_graph import ModelGraph, SplitOption, assign_stages
-from whale.ir.plan import TRAVELLING, Plan, SplitLayer, TaskGraphPlan
+from whale.ir.plan import TRAVELLING, Home, Plan, SplitLayer, TaskGraphPlan
+from whale.planner.keep import check_kept
 from whale.planner.make_plan import groups_of, orders_of, stage_layers
+from whale.planner.outline import layers_of_stage
 from whale.planner.schedules import canonical_kind
 from whale.planner.splits import glue_params, has_rows, make_homes, read_whole, users_of
 
@@ -71,9 +75,20 @@ def _check(plan: Plan, graph: ModelGraph) -> None:
     homes = make_homes(graph, users, {t.index: t.splits for t in plan.taskgraphs}, bridged)
     _same("homes", [h.name for h in plan.homes], [h.name for h in homes])
     for found, wanted in zip(plan.homes, homes, strict=True):
-        _same(f"home of {wanted.name}", found, wanted)
+        _same(f"home of {wanted.name}", _undecided(found), wanted)
+        if found.apply_group < 0:
+            raise PlanError(
+                f"{found.name} is in apply group {found.apply_group}; allowed: from 0 on",
+                hint=_AGAIN,
+            )
+    check_kept(plan, graph)
     _same("process groups", sorted(map(str, plan.groups)), sorted(map(str, groups_of(plan))))
     _check_schedule(plan)
+
+
+def _undecided(home: Home) -> Home:
+    """A home without what a planner may decide of it."""
+    return replace(home, zero=0, tier="device", fetched=False, apply_group=0)
 
 
 def check_kind(plan: Plan, graph: ModelGraph, called: frozenset[str], read: frozenset[str]) -> None:
@@ -96,6 +111,13 @@ def check_kind(plan: Plan, graph: ModelGraph, called: frozenset[str], read: froz
         for t in plan.taskgraphs
     }
     _check_readers(plan, graph, chosen, [stage_of_path[layer.path] for layer in graph.layers])
+    own = {name for layer in graph.layers for name in layer.own}
+    away = next((h.name for h in plan.homes if not h.resident and h.name in read - own), None)
+    if away is not None:
+        raise PlanError(
+            f"{away} is here only while its Layer runs, and other code reads it",
+            hint="set zero.level to v1, or move that code into the Layer",
+        )
 
 
 def _check_schedule(plan: Plan) -> None:
@@ -134,9 +156,8 @@ def _check_layers(
     owner = {path: t.index for t in plan.taskgraphs for path in t.layers}
     said = [kind for s in plan.stages for layer in s.layers for kind in layer.meets]
     for stage in plan.stages:
-        wanted = stage_layers(
-            graph, stage_of_layer, stage_of_node, stage.index, joined_norms="" not in said
-        )
+        layers = layers_of_stage(graph, stage_of_layer, stage_of_node, stage.index)
+        wanted = stage_layers(graph, layers, joined_norms="" not in said)
         _same(
             f"Layers of stage {stage.index}",
             [(x.path, x.taskgraph, x.params, x.meets) for x in stage.layers],

@@ -5,8 +5,9 @@ Place in the flow: the only entry of the planner. Deterministic: every rank comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from whale.config import Config
 from whale.cost.compute import CostModel, Training
@@ -15,20 +16,35 @@ from whale.errors import CaptureError, PlanError
 from whale.ir.check import check_order, check_plan
 from whale.ir.cluster import Cluster
 from whale.ir.deadlock import check_schedule
-from whale.ir.homes import FIRST_BUCKET_BYTES, ITEM_BYTES, sum_groups, sync_groups, syncs
+from whale.ir.homes import FIRST_BUCKET_BYTES, sum_groups, sync_groups, syncs
 from whale.ir.levels import all_level_groups
-from whale.ir.model_graph import ModelGraph, TaskGraph, assign_stages
-from whale.ir.plan import Group, Plan, SplitLayer, StageLayer, StagePlan, TaskGraphPlan
+from whale.ir.model_graph import ModelGraph, TaskGraph
+from whale.ir.plan import (
+    TRAVELLING,
+    Group,
+    Plan,
+    SplitLayer,
+    StageLayer,
+    StagePlan,
+    TaskGraphPlan,
+)
 from whale.ir.profile import Profile
 from whale.ir.schedule import Action, Schedule
+from whale.planner.applying import in_groups
 from whale.planner.candidate import Candidate
 from whale.planner.candidates import automatic, orders
-from whale.planner.placement import Placement, feeding, place, stages_of
+from whale.planner.fit import LARGE, Free, explained, fitted, overflow
+from whale.planner.keep import Keeping, kept_so, weights_by_room
+from whale.planner.layout import feeding, lay_out, stages_of
+from whale.planner.outline import Outline, outline
+from whale.planner.placement import Placement, place
+from whale.planner.precision import precision_of
 from whale.planner.reasons import reasons_of
 from whale.planner.replicas import smaller_micro_batches
-from whale.planner.schedules import canonical_kind, rank_actions
+from whale.planner.rules import choose_levels
+from whale.planner.schedules import rank_actions
 from whale.planner.shares import Shares
-from whale.planner.splits import choose_splits, glue_params, make_homes, users_of
+from whale.planner.splits import cut, make_homes
 from whale.sim.simulate import simulate
 
 Scored = tuple[tuple[float, float], int, Candidate, Plan]
@@ -65,6 +81,8 @@ def make_plan(
             f"{num_micro_batch} micro-batches of {batch_rows} rows; allowed: 1 to {batch_rows}",
             hint="raise the batch, or lower pipeline.num_micro_batch",
         )
+    low = precision_of(config).autocast
+    training = replace(training or Training(), autocast=low)
     costs = CostModel(graph, cluster, training, profile)
     rejected: list[str] = []
     auto = config.auto.auto_parallel and not any(t.tag for t in graph.taskgraphs)
@@ -76,10 +94,13 @@ def make_plan(
     scored: list[Scored] = []
     first_error: PlanError | None = None
 
+    def build(candidate: Candidate, keeping: Keeping | None = None) -> Plan:
+        return _build(candidate, graph.hash, costs, config, batch_rows, refusal, keeping)
+
     def fits(candidate: Candidate) -> bool:
         nonlocal first_error
         try:
-            plan = _build(candidate, graph.hash, costs, config, batch_rows, refusal)
+            plan = build(candidate)
         except PlanError as error:
             first_error = first_error or error
             rejected.append(f"{candidate.about}: {error.message}")
@@ -94,14 +115,16 @@ def make_plan(
                 break
     if not scored:
         raise first_error or _nothing(config, graph, rejected)
+    if not any(score[0] == 0 for score, _, _, _ in scored):
+        scored += list(_less_kept(scored, costs, config, build))
     scored.sort(key=lambda item: item[:2])
-    (overflow, least), _, winner, best = scored[0]
+    (over_least, least), _, winner, best = scored[0]
     more = "slower" if config.auto.objective == "time" else "more energy"
     nearest = scored[1:9]
     # Data parallel is what everybody compares with.
     nearest += [s for s in scored[9:] if s[2].about.startswith("data parallel")][:1]
     for (over, value), _, candidate, _ in nearest:
-        if over > overflow:
+        if over > over_least:
             text = f"does not fit, by {over / 1e9:.2f} GB on one device"
         else:
             text = f"{value / least - 1.0:.1%} {more}" if least else "no better"
@@ -116,6 +139,34 @@ def make_plan(
     schedule = best.schedule
     check_schedule(schedule, orders_of(schedule))
     return best
+
+
+_FITTED = 4
+"""Candidates that are made to fit by what they keep, those that lack least first."""
+
+
+def _less_kept(
+    scored: Sequence[Scored],
+    costs: CostModel,
+    config: Config,
+    build: Callable[[Candidate, Keeping], Plan],
+) -> Iterator[Scored]:
+    """Where nothing fits as it is, the plans that do with less kept on the devices."""
+    free = Free.of(config)
+    few = 1 if costs.cluster.num_devices > LARGE else _FITTED
+    nearest = sorted(scored, key=lambda item: item[:2])[:few]
+    for _, number, candidate, plan in nearest:
+        found = fitted(
+            plan,
+            Keeping.of(candidate.graph, config),
+            partial(build, candidate),
+            candidate.graph,
+            costs,
+            free,
+        )
+        if found is not None:
+            about = replace(candidate, about=f"{candidate.about}, made to fit")
+            yield _score(found, config.auto.objective), len(scored) + number, about, found
 
 
 def _with_note(plan: Plan, note: str) -> Plan:
@@ -141,13 +192,8 @@ def _nothing(config: Config, graph: ModelGraph, rejected: Sequence[str]) -> Plan
 
 def _score(plan: Plan, objective: str) -> tuple[float, float]:
     """Bytes over capacity on the worst device, then seconds or joules."""
-    assert plan.prices is not None
-    over = max(
-        peak - device.capacity_bytes
-        for peak, device in zip(plan.peak_bytes, plan.prices.devices, strict=True)
-    )
     key = "step_seconds" if objective == "time" else "joules_per_step"
-    return max(0.0, float(over)), float(plan.predicted[key])
+    return overflow(plan), float(plan.predicted[key])
 
 
 def _build(
@@ -157,107 +203,61 @@ def _build(
     config: Config,
     batch_rows: int,
     refusal: CaptureError | None,
+    keeping: Keeping | None = None,
 ) -> Plan:
-    """One candidate as a priced plan.
-
-    Shares are chosen before there is a plan, by an estimate of what it will need. Where memory
-    binds, they are chosen again by what the plan turned out to need.
-    """
-    num_micro_batch, _ = feeding(candidate.graph, config)
-    rows = -(-batch_rows // num_micro_batch)
-    corrections: dict[object, float] = {}
-    found: list[Plan] = []
-    for _ in range(_ROUNDS):
-        shares = Shares(
-            graph=candidate.graph, config=config, costs=costs, rows=rows, corrections=corrections
-        )
-        plan = _built(candidate, model_hash, shares, batch_rows, refusal)
-        found.append(plan)
-        tight = shares.shortages or "memory" in shares.binds.values()
-        if plan.predicted["fits"] and not tight:
-            break
-        missed = {
-            kind: max(plan.peak_bytes[rank] - nbytes for rank, nbytes in ranks.items())
-            for kind, ranks in shares.estimates.items()
-        }
-        if all(abs(nbytes) < _EXACT_BYTES for nbytes in missed.values()):
-            break
-        corrections = {k: corrections.get(k, 0.0) + nbytes for k, nbytes in missed.items()}
-    return min(found, key=lambda p: _score(p, config.auto.objective))
-
-
-_ROUNDS = 4
-_EXACT_BYTES = 1e6
-
-
-def _built(
-    candidate: Candidate,
-    model_hash: str,
-    shares: Shares,
-    batch_rows: int,
-    refusal: CaptureError | None,
-) -> Plan:
-    graph, costs, config = candidate.graph, shares.costs, shares.config
-    cluster = costs.cluster
-    placement = place(graph, shares, config, order=candidate.order)
-    if len(placement.stages) > 1 and not graph.nodes:
+    """One candidate as a priced plan; `keeping` is as the settings say, unless given."""
+    graph, num_devices = candidate.graph, costs.cluster.num_devices
+    layout = lay_out(graph, num_devices, config, order=candidate.order)
+    if len(layout.stages) > 1 and not graph.nodes:
         raise refusal or PlanError(
-            f"{len(placement.stages)} stages, but the model's glue was not traced",
+            f"{len(layout.stages)} stages, but the model's glue was not traced",
             hint="use one stage, or capture the model with its batch",
         )
-    stage_of_taskgraph = {t: s for s, members in enumerate(placement.stages) for t in members}
-    stage_of_layer = [stage_of_taskgraph[layer.taskgraph] for layer in graph.layers]
-    stage_of_node, edges = assign_stages(graph.nodes, stage_of_layer)
-    users = users_of(graph, stage_of_layer, stage_of_node)
+    rows = -(-batch_rows // layout.num_micro_batch)
+    found = outline(graph, layout, costs, rows)
+    keeping = Keeping.of(graph, config) if keeping is None else keeping
+    shares = Shares(
+        outline=found, costs=costs, rows=rows, keeping=keeping, mode=config.cluster.balance
+    )
+    placement = place(layout, shares)
     rejected: list[str] = []
-    splits = _splits(graph, placement, shares, stage_of_layer, rejected)
-    bridged = [
-        t.index
-        for t in graph.taskgraphs
-        if placement.taskgraph_devices[t.index]
-        != placement.stage_devices[stage_of_taskgraph[t.index]]
-    ]
+    splits = {t.index: _splits(t.index, found, shares, config, rejected) for t in graph.taskgraphs}
     plan = Plan(
         model_hash=model_hash,
-        num_ranks=cluster.num_devices,
-        device_types=tuple(device.type for device in cluster.devices),
+        num_ranks=num_devices,
+        device_types=tuple(device.type for device in costs.cluster.devices),
         batch_rows=batch_rows,
-        stages=tuple(
-            StagePlan(
-                index=s,
-                taskgraphs=members,
-                virtual_device=placement.stage_devices[s],
-                layers=stage_layers(
-                    graph,
-                    stage_of_layer,
-                    stage_of_node,
-                    s,
-                    joined_norms=config.communication.batch_norm == "global",
-                ),
-            )
-            for s, members in enumerate(placement.stages)
-        ),
+        stages=_stage_plans(found, placement, joined=config.communication.batch_norm == "global"),
         taskgraphs=tuple(
-            _taskgraph_plan(graph, t, stage_of_taskgraph[t.index], placement, splits[t.index])
-            for t in graph.taskgraphs
+            _taskgraph_plan(found, t, placement, splits[t.index]) for t in graph.taskgraphs
         ),
-        homes=make_homes(graph, users, splits, bridged),
+        homes=make_homes(
+            graph,
+            found.users,
+            splits,
+            [t.index for t in graph.taskgraphs if layout.bridged(t.index)],
+        ),
         groups=(),
-        schedule=Schedule(
-            kind=canonical_kind(placement.schedule),
-            num_micro_batch=placement.num_micro_batch,
-            groups=placement.groups,
-            edges=edges,
-        ),
+        schedule=found.schedule,
+        precision=keeping.precision,
         bucket_bytes=_bucket_bytes(graph, config),
         num_communicators=config.communication.num_communicators,
-        strategy=_describe(graph, placement),
-        rejected=(*shares.shortages, *dict.fromkeys(rejected)),
+        strategy=_describe(found, placement),
+        rejected=(*shares.shortages, *found.rejected, *dict.fromkeys(rejected)),
     )
     check_order(plan, graph)
+    plan = in_groups(kept_so(plan, keeping), config)
     plan = replace(plan, groups=groups_of(plan))
-    plan = replace(plan, prices=price(plan, graph, costs, orders_of(plan.schedule), shares.binds))
-    return predicted(plan)
+
+    def priced(plan: Plan) -> Plan:
+        orders = orders_of(plan.schedule)
+        return predicted(replace(plan, prices=price(plan, graph, costs, orders, shares.binds)))
+
+    plan = priced(plan)
+    weights = weights_by_room(plan, costs)
+    if weights:
+        plan = priced(replace(plan, state_weights=weights))
+    return replace(plan, kept=tuple(explained(plan, graph, costs)))
 
 
 def predicted(plan: Plan) -> Plan:
@@ -273,27 +273,26 @@ def predicted(plan: Plan) -> Plan:
             "lower_bound_seconds": report.lower_bound_seconds,
         },
         # All that must fit: what no tensor can have is a part of the capacity.
-        peak_bytes=tuple(d.memory.total + d.memory.reserve for d in report.devices),
+        peak_bytes=tuple(d.memory.with_reserve for d in report.devices),
+    )
+
+
+def _stage_plans(found: Outline, placement: Placement, *, joined: bool) -> tuple[StagePlan, ...]:
+    return tuple(
+        StagePlan(
+            index=stage,
+            taskgraphs=members,
+            virtual_device=placement.stage_devices[stage],
+            layers=stage_layers(found.graph, found.layers_of(stage), joined_norms=joined),
+        )
+        for stage, members in enumerate(found.layout.stages)
     )
 
 
 def stage_layers(
-    graph: ModelGraph,
-    stage_of_layer: list[int],
-    stage_of_node: tuple[int | None, ...],
-    stage: int,
-    *,
-    joined_norms: bool,
+    graph: ModelGraph, layers: Sequence[int], *, joined_norms: bool
 ) -> tuple[StageLayer, ...]:
-    """The Layers a stage runs, in execution order; one called again later runs there again."""
-    if graph.nodes:
-        order = [
-            node.layer
-            for node, where in zip(graph.nodes, stage_of_node, strict=True)
-            if where == stage and node.layer is not None
-        ]
-    else:
-        order = [i for i, s in enumerate(stage_of_layer) if s == stage]
+    """The Layers of a stage as the plan names them."""
     return tuple(
         StageLayer(
             path=graph.layers[i].path,
@@ -304,40 +303,41 @@ def stage_layers(
                 for kind in graph.layers[i].meets
             ),
         )
-        for i in order
+        for i in layers
     )
 
 
 def _splits(
-    graph: ModelGraph,
-    placement: Placement,
+    taskgraph: int,
+    found: Outline,
     shares: Shares,
-    stage_of_layer: list[int],
+    config: Config,
     rejected: list[str],
-) -> dict[int, tuple[SplitLayer, ...]]:
-    glue = glue_params(graph)
-    found: dict[int, tuple[SplitLayer, ...]] = {}
-    for t in graph.taskgraphs:
-        if t.kind != "split":
-            found[t.index] = ()
-            continue
-        stage = next(s for s, members in enumerate(placement.stages) if t.index in members)
-        stage_layers = [i for i, s in enumerate(stage_of_layer) if s == stage]
-        device = placement.taskgraph_devices[t.index]
-        bridged = device != placement.stage_devices[stage]
-        found[t.index] = choose_splits(
-            graph, t, device, shares, stage_layers, glue, bridged, rejected
+) -> tuple[SplitLayer, ...]:
+    layout, costs = found.layout, shares.costs
+    replicas = layout.replicas(layout.stage_of(taskgraph), layout.widths[taskgraph])
+    communication, splits = config.communication, []
+    for option in found.options[taskgraph]:
+        travels = option.rule in TRAVELLING and layout.bridged(taskgraph)
+        splits.append(
+            cut(
+                option,
+                [shares.units(option, ranks) for ranks in replicas],
+                per_node=choose_levels(
+                    option, replicas, costs, shares.rows, communication.all_to_all, rejected
+                )
+                if travels
+                else 0,
+                most_chunks=communication.token_chunks if travels else 1,
+            )
         )
-    return found
+    return tuple(splits)
 
 
 def _taskgraph_plan(
-    graph: ModelGraph,
-    taskgraph: TaskGraph,
-    stage: int,
-    placement: Placement,
-    splits: tuple[SplitLayer, ...],
+    outline: Outline, taskgraph: TaskGraph, placement: Placement, splits: tuple[SplitLayer, ...]
 ) -> TaskGraphPlan:
+    graph = outline.graph
     layers = [graph.layers[i] for i in taskgraph.layers]
     cut = {name for split in splits for name, _ in split.params}
     names = list(dict.fromkeys(name for layer in layers for name in layer.params))
@@ -353,7 +353,7 @@ def _taskgraph_plan(
         index=taskgraph.index,
         name=taskgraph.name,
         kind=taskgraph.kind,
-        stage=stage,
+        stage=outline.layout.stage_of(taskgraph.index),
         layers=tuple(layer.path for layer in layers),
         virtual_device=device,
         splits=splits,
@@ -399,7 +399,7 @@ def _bucket_bytes(graph: ModelGraph, config: Config) -> int:
     asked, most = config.communication.bucket_bytes, config.communication.max_splits
     if most is None:
         return asked
-    total = sum(p.numel * ITEM_BYTES[p.dtype] for p in graph.parameters if p.trainable)
+    total = sum(p.nbytes for p in graph.parameters if p.trainable)
     return max(asked, -(-total // most))
 
 
@@ -407,12 +407,9 @@ def _pools(plan: Plan) -> list[Group]:
     """More communicators for gradient groups of several buckets, which then overlap."""
     nbytes: dict[tuple[int, ...], int] = {}
     for home in plan.homes:
-        size = 1
-        for extent in home.shape:
-            size *= extent
         for _, _, syncs_found in syncs(plan, home):
             for sync in syncs_found:
-                nbytes[sync.ranks] = nbytes.get(sync.ranks, 0) + size * ITEM_BYTES[home.dtype]
+                nbytes[sync.ranks] = nbytes.get(sync.ranks, 0) + home.nbytes
     return [
         Group(name=f"sum{k}:{'-'.join(map(str, ranks))}", ranks=ranks)
         for ranks, total in nbytes.items()
@@ -436,26 +433,27 @@ def _channels(plan: Plan) -> Iterator[tuple[int, int]]:
                         yield source, rank
 
 
-def _describe(graph: ModelGraph, placement: Placement) -> str:
+def _describe(found: Outline, placement: Placement) -> str:
     """The plan in one line; equal stages in a row are said once."""
+    layout = found.layout
     parts: list[tuple[int, int, str]] = []
-    for stage, members in enumerate(placement.stages):
-        kinds = "+".join(graph.taskgraphs[t].kind for t in members)
+    for stage, members in enumerate(layout.stages):
+        kinds = "+".join(found.graph.taskgraphs[t].kind for t in members)
         text = f"{kinds} on {len(placement.stage_devices[stage].ranks)}"
         if parts and parts[-1][2] == text:
             parts[-1] = (parts[-1][0], stage, text)
         else:
             parts.append((stage, stage, text))
-    if len(placement.stages) == 1:
-        found = parts[0][2]
+    if len(layout.stages) == 1:
+        text = parts[0][2]
     else:
-        found = "; ".join(
+        text = "; ".join(
             f"stage {a}: {text}" if a == b else f"stages {a}-{b}: {text} each"
             for a, b, text in parts
         )
-    if placement.num_copies > 1:
-        found += f"; {placement.num_copies} copies"
-    count = placement.num_micro_batch
-    if len(placement.stages) > 1:
-        return f"{found}; {placement.schedule}, {count} micro-batch{'es' if count > 1 else ''}"
-    return f"{found}; {count} micro-batches" if count > 1 else found
+    if len(layout.copies[0]) > 1:
+        text += f"; {len(layout.copies[0])} copies"
+    count = layout.num_micro_batch
+    if len(layout.stages) > 1:
+        return f"{text}; {layout.schedule}, {count} micro-batch{'es' if count > 1 else ''}"
+    return f"{text}; {count} micro-batches" if count > 1 else text

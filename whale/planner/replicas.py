@@ -10,7 +10,6 @@ from itertools import combinations
 
 from whale.config import Config
 from whale.cost.compute import CostModel
-from whale.ir.homes import ITEM_BYTES
 from whale.ir.model_graph import ModelGraph
 from whale.ir.strategy import Scope, Tag
 from whale.planner.candidate import Candidate, kinds_of, with_feed
@@ -100,8 +99,7 @@ def subsets(costs: CostModel, batch_rows: int, objective: str) -> list[tuple[int
         # Two thirds of the compute is backward, beside which sums are hidden.
         return compute + max(0.0, sums - compute * 2.0 / 3.0) + costs.apply_s(ranks[0], gradients)
 
-    numel = {p.name: p.numel * ITEM_BYTES.get(p.dtype, 4) for p in costs.graph.parameters}
-    gradients = float(sum(numel[name] for name, trained in costs.trainable.items() if trained))
+    gradients = float(sum(p.nbytes for p in costs.graph.parameters if p.trainable))
     kinds = sorted(kinds_of(costs), key=lambda ranks: -speed(ranks[0], 1.0))
     found = [
         tuple(sorted(r for kind in chosen for r in kind))

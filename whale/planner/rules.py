@@ -10,35 +10,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from whale.cost.comm import Fabric, Group
+from whale.cost.comm import Fabric
+from whale.cost.compute import CostModel
 from whale.ir.expand import split_collectives
 from whale.ir.model_graph import SplitOption
-from whale.ir.virtual_device import VirtualDevice
-from whale.planner.shares import Shares
 
 
 def choose_rules(
     options: Iterable[SplitOption],
-    device: VirtualDevice,
-    shares: Shares,
+    replicas: Sequence[tuple[int, ...]],
+    costs: CostModel,
+    rows: int,
     bridged: bool,
     rejected: list[str],
 ) -> list[SplitOption]:
     """One option per module: the cheaper of a Linear's two, columns where there is no saying.
 
-    `rejected` gets one line per distinct decision.
+    For micro-batches of so many rows over all `replicas`. `rejected` gets one line per distinct
+    decision.
     """
     by_path: dict[str, list[SplitOption]] = {}
     for option in options:
         by_path.setdefault(option.path, []).append(option)
-    groups = _groups(device, shares)
+    groups = list({costs.fabric.group(ranks): ranks for ranks in reversed(replicas)}.values())
+    each = -(-rows // len(replicas))
     seconds: dict[object, float] = {}
 
     def price(option: SplitOption) -> float:
         key = (option.rule, option.read, option.made, option.entered)
         if key not in seconds:
-            fabric = shares.costs.fabric
-            seconds[key] = max(_seconds(option, r, n, bridged, fabric) for r, n in groups)
+            found = [_seconds(option, ranks, each, bridged, costs.fabric) for ranks in groups]
+            seconds[key] = max(found)
         return seconds[key]
 
     found: list[SplitOption] = []
@@ -64,16 +66,6 @@ def _is_known(option: SplitOption) -> bool:
     return bool(option.read.per_row and option.made.per_row) and option.joined == "gather"
 
 
-def _groups(device: VirtualDevice, shares: Shares) -> Sequence[tuple[tuple[int, ...], int]]:
-    """The ranks and rows of each kind of replica."""
-    points = device.row_cuts(shares.rows)
-    found: dict[tuple[Group, int], tuple[int, ...]] = {}
-    for replica, first, end in zip(device.replicas, points, points[1:], strict=False):
-        key = (shares.costs.fabric.group(replica.ranks), end - first)
-        found.setdefault(key, replica.ranks)
-    return [(ranks, rows) for (_, rows), ranks in found.items()]
-
-
 def _seconds(
     option: SplitOption, ranks: tuple[int, ...], rows: int, bridged: bool, fabric: Fabric
 ) -> float:
@@ -87,14 +79,18 @@ def _seconds(
 
 
 def choose_levels(
-    option: SplitOption, device: VirtualDevice, shares: Shares, rejected: list[str]
+    option: SplitOption,
+    replicas: Sequence[tuple[int, ...]],
+    costs: CostModel,
+    rows: int,
+    asked: str,
+    rejected: list[str],
 ) -> int:
-    """Members per node of a two-level all-to-all, or 0 for one level: by cost, unless said.
+    """Members per node of a two-level all-to-all, or 0 for one level: by cost, unless asked for.
 
     Two levels need as many members in every node, and several of both.
     """
-    asked = shares.config.communication.all_to_all
-    per_node = {_per_node(replica.ranks, shares) for replica in device.replicas}
+    per_node = {_per_node(ranks, costs) for ranks in replicas}
     size = per_node.pop() if len(per_node) == 1 else 0
     if asked == "flat" or not size:
         if asked == "two-level" and not size:
@@ -105,10 +101,11 @@ def choose_levels(
         return 0
     if asked == "two-level":
         return size
-    fabric = shares.costs.fabric
-    ranks = device.replicas[0].ranks
-    nbytes = option.copies * option.read.at(shares.rows) / len(ranks)
-    flat, two = (fabric.all_to_all(ranks, nbytes, two_level=levels) for levels in (False, True))
+    ranks = replicas[0]
+    nbytes = option.copies * option.read.at(rows) / len(ranks)
+    flat, two = (
+        costs.fabric.all_to_all(ranks, nbytes, two_level=levels) for levels in (False, True)
+    )
     lost, won = ("flat", "two-level") if two < flat else ("two-level", "flat")
     line = (
         f"{lost} all-to-all over {len(ranks)} devices: {1e6 * max(flat, two):.4g} us, "
@@ -119,9 +116,9 @@ def choose_levels(
     return size if two < flat else 0
 
 
-def _per_node(ranks: tuple[int, ...], shares: Shares) -> int:
+def _per_node(ranks: tuple[int, ...], costs: CostModel) -> int:
     """How many of a group stand in each of its nodes; 0 where that differs or means nothing."""
-    nodes = [shares.costs.cluster.devices[rank].node for rank in ranks]
+    nodes = [costs.cluster.devices[rank].node for rank in ranks]
     counts = {node: nodes.count(node) for node in nodes}
     size = counts[nodes[0]]
     together = nodes == [node for node in counts for _ in range(size)]

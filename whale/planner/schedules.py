@@ -15,6 +15,7 @@ Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, 2006.09503), interleav
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -94,6 +95,26 @@ def peak_in_flight(schedule: Schedule, group: int) -> int:
         now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
         peak = max(peak, now)
     return peak
+
+
+def held_states(schedule: Schedule, group: int) -> tuple[dict[int, int], ...]:
+    """What a device group holds at its worst moments: by stage, how many micro-batches.
+
+    Counted as `peak_in_flight` does. A moment at which another holds no less of any stage is left
+    out: whatever the stages' sizes, it is not the worst.
+    """
+    now = dict.fromkeys(schedule.groups[group], 0)
+    found: list[dict[int, int]] = []
+    for action in _orders(schedule)[group]:
+        now[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        if action.kind == "F" and not any(_covers(other, now) for other in found):
+            found = [other for other in found if not _covers(now, other)]
+            found.append(dict(now))
+    return tuple(found)
+
+
+def _covers(more: Mapping[int, int], less: Mapping[int, int]) -> bool:
+    return all(more[stage] >= count for stage, count in less.items())
 
 
 @lru_cache(maxsize=32)

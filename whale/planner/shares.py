@@ -4,27 +4,38 @@ Place in the flow: asked by placement and splits for every TaskGraph. Three ways
 `cluster.balance`: `time` (the default) finds the shares that end together and fit into memory, by
 the cost model; `speed` follows the peak FLOPs, as the paper does; `equal` ignores what devices are.
 Equal devices get equal shares in all of them.
+
+Width comes first, for it does not depend on the rows of unequal replicas; then, stage by stage, the
+rows. What a share needs of memory is what `cost.memory` will say of the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache
 from math import inf, lcm
 
-from whale.config import Config
 from whale.cost.compute import CostModel
-from whale.cost.memory import ALLOCATOR_SLACK, backward_bytes
+from whale.cost.memory import (
+    HeldBytes,
+    LayerBytes,
+    device_bytes,
+    layer_bytes,
+    most_kept,
+    stage_bytes,
+)
+from whale.cost.parts import Part
 from whale.errors import PlanError
 from whale.ir.cluster import Cluster
 from whale.ir.device_types import device_type
-from whale.ir.homes import ITEM_BYTES
-from whale.ir.model_graph import ModelGraph, SplitOption
+from whale.ir.model_graph import Parameter, SplitOption
 from whale.ir.plan import TRAVELLING
 from whale.ir.sharding import apportion
 from whale.planner.balance import Member, balance, balance_over
+from whale.planner.keep import Keeping
+from whale.planner.outline import Outline
 
 
 def speeds(cluster: Cluster) -> tuple[int, ...]:
@@ -39,97 +50,79 @@ def speeds(cluster: Cluster) -> tuple[int, ...]:
     return (1,) * len(whole) if min(whole) == max(whole) else tuple(whole)
 
 
+Cut = Callable[[int, SplitOption], float]
+"""By TaskGraph and split, the part of its units that a rank has."""
+
+
 @dataclass(kw_only=True)
 class Shares:
     """Chooses shares for one plan; keeps what bound them."""
 
-    graph: ModelGraph
-    config: Config
+    outline: Outline
     costs: CostModel
     rows: int
     """Of the largest micro-batch."""
-    in_flight: Callable[[int], int] = field(default=lambda stage: 1)
-    """Micro-batches that a stage holds at once."""
+    keeping: Keeping
+    mode: str = "time"
+    """`time`, `speed` or `equal`."""
     binds: dict[int, str] = field(default_factory=dict)
     shortages: list[str] = field(default_factory=list)
-    corrections: Mapping[object, float] = field(default_factory=dict)
-    """By kind of replica, bytes that an earlier plan turned out to need beside the estimate."""
-    estimates: dict[object, dict[int, float]] = field(default_factory=dict)
-    """By kind of replica and rank, the bytes that its rows were taken to need."""
     _weights: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def mode(self) -> str:
-        """`time`, `speed` or `equal`."""
-        return self.config.cluster.balance
+    _units: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
+    _facts: dict[frozenset[int], dict[str, tuple[Parameter, object, int, int]]] = field(
+        default_factory=dict
+    )
 
     # ---- rows -----------------------------------------------------------------------------------
 
-    def row_weights(
-        self,
-        stage: int,
-        layers: Sequence[int],
-        replicas: Sequence[tuple[int, ...]],
-        sharing: Mapping[int, int],
-    ) -> tuple[int, ...]:
-        """Weights of a stage's replicas; `sharing` is by Layer how many ranks hold it together."""
+    def row_weights(self, stage: int) -> tuple[int, ...]:
+        """Weights of the replicas of a stage's rows."""
+        layout = self.outline.layout
+        replicas = layout.replicas(stage, layout.base_width(stage))
         if len(replicas) == 1:
             return (1,)
         if self.mode == "speed":
             weights = speeds(self.costs.cluster)
             return tuple(sum(weights[r] for r in ranks) for ranks in replicas)
-        alike = {tuple(self.costs.alike(r) for r in ranks) for ranks in replicas}
-        if self.mode == "equal" or len(alike) == 1:
+        kinds = [tuple(self.costs.alike(r) for r in ranks) for ranks in replicas]
+        if self.mode == "equal" or len(set(kinds)) == 1:
             return tuple(len(ranks) for ranks in replicas)
         # Of hundreds of replicas most are alike: they share what is known of their time and memory.
         known: dict[object, Member] = {}
-        members = []
-        for ranks in replicas:
-            kinds = tuple(self.costs.alike(r) for r in ranks)
-            if kinds not in known:
-                known[kinds] = self._rows_member(stage, layers, ranks, sharing)
-            members.append(replace(known[kinds], name=self._name(ranks)))
+        for ranks, kind in zip(replicas, kinds, strict=True):
+            if kind not in known:
+                known[kind] = self._rows_member(stage, ranks)
+        members = [
+            replace(known[kind], name=self._name(ranks))
+            for ranks, kind in zip(replicas, kinds, strict=True)
+        ]
         try:
             found = balance(members, self.rows, unit="rows")
         except PlanError as error:
             self.shortages.append(f"stage {stage}: {error}")
             found = balance_over(members, self.rows)
-        for ranks, binds, units, member in zip(
-            replicas, found.binds, found.units, members, strict=True
-        ):
+        for ranks, binds in zip(replicas, found.binds, strict=True):
             self.binds.update(dict.fromkeys(ranks, binds))
-            kinds = tuple(self.costs.alike(r) for r in ranks)
-            self.estimates.setdefault(kinds, {})[ranks[0]] = member.bytes(units)
         return found.units
 
-    def _rows_member(
-        self,
-        stage: int,
-        layers: Sequence[int],
-        ranks: tuple[int, ...],
-        sharing: Mapping[int, int],
-    ) -> Member:
-        part = 1.0 / len(ranks)
+    def _rows_member(self, stage: int, ranks: tuple[int, ...]) -> Member:
         smallest = min(self.costs.capacity(r) for r in ranks)
-        correction = self.corrections.get(tuple(self.costs.alike(r) for r in ranks), 0.0)
-
-        def width(layer: int) -> float:
-            return part if sharing[layer] > 1 else 1.0
-
-        def held(layer: int) -> float:
-            # Where they are more than a replica's ranks, each replica holds less than the whole.
-            return 1.0 / sharing[layer]
+        cuts = {rank: self._cut_of(rank) for rank in ranks}
+        each = {s: float(len(ranks)) for s in self._beside(stage)}
+        layout = self.outline.layout
 
         def seconds(rows: int) -> float:
             return sum(
-                max(self.costs.step_s(i, r, float(rows), width(i)) for r in ranks) for i in layers
+                self._seconds(stage, i, ranks, rows, cuts) for i in self.outline.layers_of(stage)
             )
 
         def nbytes(rows: int) -> float:
-            need = self.stage_bytes(stage, layers, ranks[0], lambda i: (rows, width(i)), held)
+            # The other stages of these ranks have replicas of other widths, maybe.
+            own = {s: rows * layout.base_width(s) / width for s, width in each.items()}
+            peaks = [self._peak(r, own, cuts[r]) for r in ranks]
             # A replica of unequal devices is as tight as its tightest.
-            over = max(need + self._reserved(r) - self.costs.capacity(r) for r in ranks)
-            return over + smallest + correction
+            over = [peak - self.costs.capacity(r) for peak, r in zip(peaks, ranks, strict=True)]
+            return max(over) + smallest
 
         return Member(
             name=self._name(ranks),
@@ -142,47 +135,149 @@ class Shares:
         device = self.costs.cluster.devices[ranks[0]]
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ({device.type})"
 
-    def _reserved(self, rank: int) -> float:
-        return float(self.costs.reserved(rank))
+    # ---- what a rank computes and holds ---------------------------------------------------------
 
-    def stage_bytes(
-        self,
-        stage: int,
-        layers: Sequence[int],
-        rank: int,
-        share: Callable[[int], tuple[float, float]],
-        held: Callable[[int], float],
+    def _beside(self, stage: int) -> tuple[int, ...]:
+        """The stages that the ranks of a stage run, itself among them."""
+        layout = self.outline.layout
+        return layout.groups[layout.group_of(stage)]
+
+    def _replica(self, taskgraph: int, rank: int) -> tuple[int, ...]:
+        """The ranks that share a TaskGraph's weights with a rank."""
+        layout = self.outline.layout
+        spans = layout.replicas(layout.stage_of(taskgraph), layout.widths[taskgraph])
+        return next(ranks for ranks in spans if rank in ranks)
+
+    def _cut_of(self, rank: int) -> Cut:
+        """As `units` cuts it."""
+
+        @cache
+        def cut(taskgraph: int, option: SplitOption) -> float:
+            ranks = self._replica(taskgraph, rank)
+            return self.units(option, ranks)[ranks.index(rank)] / option.units
+
+        return cut
+
+    def _part(self, taskgraph: int, rows: float, cut: Cut) -> Part:
+        """What a rank with so many rows of the stage has of a TaskGraph."""
+        layout, options = self.outline.layout, self.outline.options[taskgraph]
+        travelling: frozenset[str] = frozenset()
+        if layout.bridged(taskgraph):
+            stage = layout.stage_of(taskgraph)
+            rows = self.rows / len(layout.replicas(stage, layout.widths[taskgraph]))
+            travelling = frozenset(o.path for o in options if o.rule in TRAVELLING)
+        return Part(rows, cut(taskgraph, options[0]) if options else 1.0, travelling)
+
+    def _seconds(
+        self, stage: int, index: int, ranks: tuple[int, ...], rows: float, cuts: Mapping[int, Cut]
     ) -> float:
-        """Bytes a rank needs for some Layers, in execution order.
+        """A call of a Layer, which all ranks of a replica make together."""
+        layer, costs = self.outline.graph.layers[index], self.costs
+        parts = ((r, self._part(layer.taskgraph, rows, cuts[r]).share(layer)) for r in ranks)
+        return max(costs.step_s(index, r, *share) for r, share in parts) / costs.calls[index]
 
-        Of a Layer it computes `share`, rows of a micro-batch and a part of the width, and has
-        `held` of the weights.
-        """
-        num_alive = self.in_flight(stage)
-        static = scratch = 0.0
-        items = []
-        seen: set[str] = set()
-        for index in reversed(layers):
-            layer, (rows, width) = self.graph.layers[index], share(index)
-            # A weight that two Layers share is there once.
-            for name in layer.params:
-                if name not in seen:
-                    seen.add(name)
-                    weights = self._weight_bytes[name] * held(index)
-                    trained = weights * self.costs.trainable[name]
-                    static += weights + trained * (1.0 + self.costs.training.state_tensors)
-                    scratch += trained * self.costs.training.scratch_tensors
-            gradient = self.costs.gradient_bytes[index] * held(index)
-            kept = self.costs.kept_bytes(index, rank, rows, width)
-            items.append((layer.largest.at(rows), gradient, kept))
-        largest, activations = backward_bytes(items)
-        is_cpu = self.costs.cluster.devices[rank].type == "CPU"
-        slack = 0.0 if is_cpu else ALLOCATOR_SLACK * (static + largest)
-        return static + max(num_alive * activations + largest, scratch) + slack
+    def _layer(self, index: int, rank: int, rows: float, cut: Cut) -> LayerBytes:
+        layer = self.outline.graph.layers[index]
+        part = self._part(layer.taskgraph, rows, cut)
+        rules = {o.path: o.rule for o in self.outline.options[layer.taskgraph]}
+        return layer_bytes(
+            self.costs,
+            index,
+            rank,
+            part.share(layer),
+            held=part.width if layer.splits else 1.0,
+            rules={rules.get(o.path, o.rule) for o in layer.splits},
+            params=None if self.keeping.plain else self._held(layer.params, self._mine(rank), cut),
+            parked=layer.path in self.keeping.parks,
+            recompute=self.keeping.recomputes.get(layer.path, ""),
+        )
 
-    @cached_property
-    def _weight_bytes(self) -> dict[str, float]:
-        return {p.name: p.numel * ITEM_BYTES.get(p.dtype, 4) for p in self.graph.parameters}
+    def _peak(self, rank: int, rows: Mapping[int, float], cut: Cut) -> float:
+        """The bytes a rank must have that has so many rows of each of its stages."""
+        outline = self.outline
+        stages = {
+            stage: stage_bytes(
+                (self._layer(i, rank, own, cut) for i in reversed(outline.layers_of(stage))),
+                sum(sent.there.at(own) for sent in outline.received[stage]),
+            )
+            for stage, own in rows.items()
+        }
+        mine = frozenset(stages)
+        names = [n for n, users in outline.users.items() if not mine.isdisjoint(users)]
+        device = device_bytes(
+            self.costs,
+            rank,
+            self._held(names, mine, cut),
+            workspace=max(s.workspace for s in stages.values()),
+            num_groups=self.keeping.num_groups,
+            early=self.keeping.early,
+        )
+        held = outline.held[outline.layout.group_of(next(iter(stages)))]
+        return device.peak(most_kept({s: b.kept for s, b in stages.items()}, held))
+
+    def _mine(self, rank: int) -> frozenset[int]:
+        """The stages of a rank."""
+        layout = self.outline.layout
+        here = (g for g, copies in enumerate(layout.copies) if any(rank in c for c in copies))
+        return frozenset(layout.groups[next(here)])
+
+    def _held(self, names: Iterable[str], stages: frozenset[int], cut: Cut) -> HeldBytes:
+        """What a rank of these stages holds of some parameters."""
+        taken, known = self._taken(stages, cut), self._known(stages)
+        # Of hundreds of parameters most are alike, and stand for as many elements together.
+        alike: dict[object, tuple[Parameter, int, int, float]] = {}
+        for name in names:
+            p, key, users, copies = known[name]
+            part = p.numel * taken.get(name, 1.0)
+            before = alike.get(key)
+            alike[key] = (p, users, copies, part + (before[3] if before else 0.0))
+        return sum(
+            (
+                self.keeping.held(p, numel / p.numel, num_stages=users, copies=copies)
+                for p, users, copies, numel in alike.values()
+                if p.numel
+            ),
+            HeldBytes(),
+        )
+
+    def _known(self, stages: frozenset[int]) -> dict[str, tuple[Parameter, object, int, int]]:
+        """By parameter of these stages: what it is alike with, its users, its copies."""
+        if stages not in self._facts:
+            keeping, users = self.keeping, self.outline.users
+            found: dict[str, tuple[Parameter, object, int, int]] = {}
+            for p in self.outline.graph.parameters:
+                if stages.isdisjoint(users[p.name]):
+                    continue
+                num, copies = len(users[p.name]), self._copies(p.name, stages)
+                zero = keeping.level(p.name, num_stages=num, copies=copies)
+                fetched = keeping.fetched(p.name, num_stages=num, zero=zero)
+                tier = keeping.tier_of(p.name, num_stages=num, zero=zero)
+                key = (p.dtype, p.trainable, zero, copies, fetched, tier)
+                found[p.name] = (p, key, num, copies)
+            self._facts[stages] = found
+        return self._facts[stages]
+
+    def _copies(self, name: str, stages: frozenset[int]) -> int:
+        """How many ranks have what one of these stages has of a parameter."""
+        outline = self.outline
+        layout = outline.layout
+        for stage in stages & outline.users[name]:
+            for t in layout.stages[stage]:
+                if any(name == n for option in outline.options[t] for n, _ in option.params):
+                    return len(layout.replicas(stage, layout.widths[t]))
+            return len(layout.replicas(stage, layout.base_width(stage)))
+        return 1
+
+    def _taken(self, stages: frozenset[int], cut: Cut) -> dict[str, float]:
+        """By parameter that is cut, the part of it that a rank of these stages has."""
+        outline = self.outline
+        return {
+            name: cut(t, option)
+            for stage in stages
+            for t in outline.layout.stages[stage]
+            for option in outline.options[t]
+            for name, _ in option.params
+        }
 
     # ---- units of a split -----------------------------------------------------------------------
 
@@ -192,6 +287,12 @@ class Shares:
         They depend on the ranks and the number of units alone: a parameter that is tied between two
         splits is cut at the same points by both.
         """
+        key = (option.units, ranks)
+        if key not in self._units:
+            self._units[key] = self._cut(option, ranks)
+        return self._units[key]
+
+    def _cut(self, option: SplitOption, ranks: tuple[int, ...]) -> tuple[int, ...]:
         weights = self._shard_weights(ranks)
 
         def member(rank: int, weight: int) -> Member:
@@ -220,30 +321,7 @@ class Shares:
         if self.mode == "speed":
             weights = speeds(self.costs.cluster)
             return tuple(weights[r] for r in ranks)
-        layers = [i for i, layer in enumerate(self.graph.layers) if layer.splits]
-        rows = float(self.rows)
-
-        def share(layer: int, part: float) -> tuple[float, float]:
-            # Few of all rows travel to a rank's experts.
-            rules = {option.rule for option in self.graph.layers[layer].splits}
-            return (rows * part, 1.0) if rules & TRAVELLING else (rows, part)
-
-        def member(rank: int) -> Member:
-            def seconds(parts: int) -> float:
-                return sum(self.costs.step_s(i, rank, *share(i, parts / FINE)) for i in layers)
-
-            def nbytes(parts: int) -> float:
-                part = parts / FINE
-                return self.stage_bytes(0, layers, rank, lambda i: share(i, part), lambda _: part)
-
-            return Member(
-                name=f"rank {rank} ({self.costs.cluster.devices[rank].type})",
-                seconds=seconds,
-                bytes=nbytes,
-                capacity_bytes=self.costs.capacity(rank) - self._reserved(rank),
-            )
-
-        members = [member(r) for r in ranks]
+        members = [self._width_member(rank, ranks) for rank in ranks]
         try:
             found = balance(members, FINE, unit="parts of the width", minimum=1)
         except PlanError as error:
@@ -251,6 +329,42 @@ class Shares:
             found = balance_over(members, FINE, unit="parts of the width", minimum=1)
         self.binds.update(zip(ranks, found.binds, strict=True))
         return found.units
+
+    def _width_member(self, rank: int, ranks: tuple[int, ...]) -> Member:
+        outline = self.outline
+        layout = outline.layout
+        here = next(g for g, copies in enumerate(layout.copies) if any(rank in c for c in copies))
+        stages = layout.groups[here]
+        # Before anything is known of unequal rows, all replicas have as many.
+        rows = {s: self.rows / len(layout.replicas(s, layout.base_width(s))) for s in stages}
+        together = {
+            t
+            for stage in stages
+            for t in layout.stages[stage]
+            if outline.options[t] and self._replica(t, rank) == ranks
+        }
+        layers = [
+            (stage, i)
+            for stage in stages
+            for i in outline.layers_of(stage)
+            if outline.graph.layers[i].taskgraph in together
+        ]
+
+        def cut(parts: int) -> Cut:
+            def of(taskgraph: int, _: SplitOption) -> float:
+                return parts / FINE if taskgraph in together else 1.0 / layout.widths[taskgraph]
+
+            return of
+
+        return Member(
+            name=f"rank {rank} ({self.costs.cluster.devices[rank].type})",
+            seconds=lambda parts: sum(
+                self._seconds(stage, i, (rank,), rows[stage], {rank: cut(parts)})
+                for stage, i in layers
+            ),
+            bytes=lambda parts: self._peak(rank, rows, cut(parts)),
+            capacity_bytes=self.costs.capacity(rank),
+        )
 
 
 FINE = 240

@@ -7,15 +7,15 @@ Place in the flow: third pass of `make_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from whale.cost.compute import CostModel
 from whale.errors import AnnotationError
 from whale.ir.model_graph import ModelGraph, SplitOption, TaskGraph
-from whale.ir.plan import AROUND, TRAVELLING, Home, SplitLayer
+from whale.ir.plan import AROUND, Home, SplitLayer
 from whale.ir.sharding import cuts
-from whale.ir.virtual_device import VirtualDevice
-from whale.planner.rules import choose_levels, choose_rules
-from whale.planner.shares import Shares
+from whale.planner.layout import Layout
+from whale.planner.rules import choose_rules
 
 
 def users_of(
@@ -46,26 +46,26 @@ def glue_params(graph: ModelGraph) -> set[str]:
     return glue | {p.name for p in graph.parameters if p.name not in in_layers}
 
 
-def choose_splits(
+def choose_options(
     graph: ModelGraph,
     taskgraph: TaskGraph,
-    device: VirtualDevice,
-    shares: Shares,
-    stage_layers: Sequence[int],
-    glue_params: set[str],
-    bridged: bool,
+    layout: Layout,
+    stage_of_layer: Sequence[int],
+    costs: CostModel,
+    rows: int,
     rejected: list[str],
-) -> tuple[SplitLayer, ...]:
-    """The splits of one TaskGraph, cut as `shares` says.
+) -> tuple[SplitOption, ...]:
+    """What of a TaskGraph is split, and how, for micro-batches of so many rows.
 
     An option is left out when a shard would get no unit, or when a parameter it cuts is read whole
     elsewhere in the same stage (one rank cannot hold both), or when the split spans several data
-    parallel replicas (`bridged`) and its input has no rows to gather. Of a Linear's two the cheaper
-    stays; what lost goes to `rejected`.
+    parallel replicas (it is bridged) and its input has no rows to gather. Of a Linear's two the
+    cheaper stays; what lost goes to `rejected`.
     """
-    width = max(len(replica.ranks) for replica in device.replicas)
-    if width == 1:
+    width = layout.widths[taskgraph.index]
+    if taskgraph.kind != "split" or width == 1:
         return ()
+    stage, bridged = layout.stage_of(taskgraph.index), layout.bridged(taskgraph.index)
     options = [o for index in taskgraph.layers for o in graph.layers[index].splits]
     whole = [line for index in taskgraph.layers for line in graph.layers[index].whole]
     rejected += whole
@@ -85,25 +85,32 @@ def choose_splits(
     # The other users of a tied weight (an embedding, most often) cut what are columns here.
     tied = {p.name for p in graph.parameters if p.aliases}
     options = [o for o in options if o.rule != "row" or o.params[0][0] not in tied]
+    stage_layers = [i for i, s in enumerate(stage_of_layer) if s == stage]
+    glue = glue_params(graph)
     changed = True
     while changed:
-        kept = [o for o in options if not read_whole(graph, o, options, stage_layers, glue_params)]
+        kept = [o for o in options if not read_whole(graph, o, options, stage_layers, glue)]
         changed = len(kept) != len(options)
         options = kept
     if not options:
-        listed = [graph.layers[i].reasons for i in taskgraph.layers]
-        why = [*whole, *(f"{path}: {reason}" for found in listed for path, reason in found)]
-        raise AnnotationError(
-            f"nothing in TaskGraph {taskgraph.name} can be split over {width} devices "
-            f"(Layers: {', '.join(graph.layers[i].kind for i in taskgraph.layers)})"
-            + (f"; {why[0]}" if why else ""),
-            hint="use `replicate` for it, split a part with Linear, attention, embedding or "
-            "convolution modules, or "
-            "register a rule (wh.register_rule)",
-            where=taskgraph.where,
-        )
-    chosen = choose_rules(options, device, shares, bridged, rejected)
-    return tuple(_cut(o, device, shares, bridged, rejected) for o in chosen)
+        raise _nothing(graph, taskgraph, width, whole)
+    replicas = layout.replicas(stage, width)
+    return tuple(choose_rules(options, replicas, costs, rows, bridged, rejected))
+
+
+def _nothing(
+    graph: ModelGraph, taskgraph: TaskGraph, width: int, whole: Sequence[str]
+) -> AnnotationError:
+    listed = [graph.layers[i].reasons for i in taskgraph.layers]
+    why = [*whole, *(f"{path}: {reason}" for found in listed for path, reason in found)]
+    return AnnotationError(
+        f"nothing in TaskGraph {taskgraph.name} can be split over {width} devices "
+        f"(Layers: {', '.join(graph.layers[i].kind for i in taskgraph.layers)})"
+        + (f"; {why[0]}" if why else ""),
+        hint="use `replicate` for it, split a part with Linear, attention, embedding or "
+        "convolution modules, or register a rule (wh.register_rule)",
+        where=taskgraph.where,
+    )
 
 
 def has_rows(option: SplitOption) -> bool:
@@ -145,19 +152,19 @@ def read_whole(
     return False
 
 
-def _cut(
+def cut(
     option: SplitOption,
-    device: VirtualDevice,
-    shares: Shares,
-    bridged: bool,
-    rejected: list[str],
+    units: Sequence[tuple[int, ...]],
+    *,
+    per_node: int,
+    most_chunks: int,
 ) -> SplitLayer:
-    rows = tuple(cuts(shares.units(option, replica.ranks)) for replica in device.replicas)
-    per_node, chunks = 0, 1
-    if bridged and option.rule in TRAVELLING:
-        per_node = choose_levels(option, device, shares, rejected)
-        fewest = min(b - a for row in rows for a, b in zip(row, row[1:], strict=False))
-        chunks = min(shares.config.communication.token_chunks, fewest)
+    """An option whose shards have so many units, by replica.
+
+    Rows that travel do so in at most `most_chunks` parts, with `per_node` as in the plan.
+    """
+    rows = tuple(map(cuts, units))
+    fewest = min(map(min, units))
     return SplitLayer(
         rule=option.rule,
         path=option.path,
@@ -172,14 +179,14 @@ def _cut(
         meets_before=option.meets_before,
         copies=option.copies,
         per_node=per_node,
-        chunks=chunks,
+        chunks=min(most_chunks, fewest),
         marks=option.marks,
     )
 
 
 def make_homes(
     graph: ModelGraph,
-    users: Mapping[str, set[int]],
+    users: Mapping[str, Collection[int]],
     splits: Mapping[int, tuple[SplitLayer, ...]],
     bridged: Sequence[int],
 ) -> tuple[Home, ...]:

@@ -60,29 +60,20 @@ def tabulate(
     *,
     seconds: Floats,
     edge: Floats,
-    resident: Floats,
-    activation: Floats,
-    free: Sequence[float],
+    room: Ints,
     counts: Sequence[int],
-    held: Sequence[int],
 ) -> StageTable:
-    """The table of [kind, layer] costs; `held[k - 1]` micro-batches with k stages to the end."""
-    num_kinds, num_layers = seconds.shape
-    prefix, bytes_, kept = _prefix(seconds), _prefix(resident), _prefix(activation)
+    """The table of [kind, layer] seconds, and of [kind, k - 1, start] last ends that fit."""
+    num_layers = seconds.shape[1]
+    prefix = _prefix(seconds)
     starts, ends = np.arange(num_layers)[:, None], np.arange(num_layers + 1)
     spans = (prefix[:, None, :] - prefix[:, :-1, None]) + edge[:, :, None]
-    room = np.empty((num_kinds, len(held), num_layers), np.int64)
-    for kind in range(num_kinds):
-        for k, number in enumerate(held):
-            used = bytes_[kind] + number * kept[kind]
-            room[kind, k] = np.searchsorted(used, used[:-1] + free[kind], side="right") - 1
     return StageTable(
         prefix=prefix,
         edge=edge,
         spans=np.where(ends > starts, spans, np.inf),
-        # With nothing free the search above ends before the start.
-        room=np.maximum(room, starts[:, 0]),
-        sources=_sources(counts, len(held)),
+        room=room,
+        sources=_sources(counts, room.shape[1]),
     )
 
 

@@ -2,19 +2,44 @@
 
 Place in the flow: called by `wh.parallelize`. Ranks that built their models from different seeds
 would train, report one loss, and never agree; that is refused here, bit by bit. What trains is
-compared again every `Config.guard` steps (`runtime.guard`).
+compared again every `Config.guard` steps (`runtime.guard`). After that, what looks at the model
+alone need not run on every rank (`found_once`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from whale.errors import RankError
+from whale.errors import RankError, WhaleError
 from whale.runtime.fingerprint import fingerprint_tensor
+
+Found = TypeVar("Found")
+
+
+def found_once(find: Callable[[], Found], num_ranks: int) -> Found:
+    """What rank 0 finds, on all ranks: so is the error that it raises."""
+    if num_ranks == 1:
+        return find()
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = find()
+        except WhaleError as error:
+            told[1] = error
+        except Exception as error:
+            told[1] = RankError(f"rank 0 raised {type(error).__name__}: {error}")
+            dist.broadcast_object_list(told, src=0)
+            raise
+    dist.broadcast_object_list(told, src=0)
+    found, refused = told
+    if refused is not None:
+        raise refused
+    return found  # type: ignore[no-any-return]
 
 
 def check_same_program(digest: str, num_ranks: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from whale.config import Config
 from whale.errors import WhaleError
 from whale.ir.plan import Plan
+from whale.ir.precision import Precision
 from whale.ir.sharding import Span, cuts
 
 Loss = Callable[[Any, Any], Any]
@@ -150,6 +151,25 @@ def rebuild(batch: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return _walk(batch, lambda _: next(rest))
 
 
+def in_precision(batch: Any, precision: Precision, loss: Loss | None) -> Any:
+    """`batch` with the floating inputs of the model in the dtype of its parameters.
+
+    What a loss of its own is given beside the output stays as it is.
+    """
+    if not precision.parameters:
+        return batch
+    dtype = getattr(torch, precision.parameters)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    if loss is None:
+        return _walk(batch, cast)
+    if isinstance(batch, Mapping):
+        return {k: v if k == "labels" else _walk(v, cast) for k, v in batch.items()}
+    return like_sequence(batch, [*(_walk(item, cast) for item in batch[:-1]), batch[-1]])
+
+
 def own(batch: Any) -> Any:
     """`batch` with copies of its tensors, for code that may write to them.
 
@@ -265,10 +285,10 @@ def spread_rows(batch: Any, count: int, device: torch.device) -> Any:
 def call_model(model: Callable[..., Any], loss: Loss | None, batch: Any) -> dict[str, Any]:
     """Runs the model, and the loss if given, on a batch: {"loss": ..., other named outputs}."""
     if loss is None:
-        out = _apply(model, batch)
+        out = run_model(model, batch)
         return named_outputs(out)
     inputs, target = split_target(batch)
-    out = _apply(model, inputs)
+    out = run_model(model, inputs)
     named = named_outputs(loss(out, target), what="the loss function")
     named.setdefault("output", out)
     return named
@@ -291,7 +311,8 @@ def split_target(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _apply(model: Callable[..., Any], inputs: Any) -> Any:
+def run_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Calls the model with a batch without its target."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):

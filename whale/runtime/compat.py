@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -26,6 +27,7 @@ from torch.distributed import _symmetric_memory
 from torch.distributions import Distribution
 from torch.overrides import _get_current_function_mode_stack, resolve_name
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 
@@ -126,6 +128,24 @@ def multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def _ctc_shapes(
+    mode: Any, func: Any, log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `F.ctc_loss` gives: a number for each sequence, and what its backward wants.
+
+    torch says nothing of it for fakes; how long the longest target is, their values would tell.
+    """
+    with mode:
+        rows = log_probs.shape[1:-1]
+        states = 2 * targets.shape[-1] + 1
+        return log_probs.new_empty(rows), log_probs.new_empty((*rows, len(log_probs), states))
+
+
+for _op in (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor):
+    if _op not in fake_impls.op_implementations_dict:
+        fake_impls.register_op_impl(_op)(_ctc_shapes)
+
+
 @contextmanager
 def real_tensors() -> Iterator[None]:
     """Real tensors again inside `fake_mode`."""
@@ -178,6 +198,22 @@ def is_torch_function(func: Any) -> bool:
 def assert_later(ok: torch.Tensor) -> None:
     """Fails on the device if `ok` is false, without waiting for it here."""
     torch._assert_async(ok)
+
+
+PRODUCTS = {
+    "mm": "matmul",
+    "addmm": "matmul",
+    "bmm": "matmul",
+    "baddbmm": "matmul",
+    "convolution": "conv",
+    "_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "_scaled_dot_product_flash_attention": "attention",
+    "_scaled_dot_product_efficient_attention": "attention",
+    "_scaled_dot_product_attention_math": "attention",
+    "mkldnn_rnn_layer": "rnn",
+    "_cudnn_rnn": "rnn",
+}
+"""Dispatched operations that compute more than they move, and their kinds."""
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -283,6 +319,13 @@ def without_functions() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def outside_dispatch() -> Iterator[None]:
+    """Inside, no dispatch mode sees what is computed: it is no part of what they follow."""
+    with _disable_current_modes():
+        yield
+
+
 def function_modes() -> list[Any]:
     """The function modes now active, the outermost first."""
     return list(_get_current_function_mode_stack())
@@ -320,6 +363,13 @@ def unchecked_distributions() -> Iterator[None]:
         Distribution.set_default_validate_args(before)
 
 
+def num_holders(tensor: torch.Tensor) -> int:
+    """Tensors on a tensor's memory, itself among them: views, and what autograd keeps of them."""
+    storage = tensor.untyped_storage()
+    # The storage object just made is a holder too.
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place."""
     return tensor._version
@@ -343,3 +393,8 @@ def backward_under_modes(value: torch.Tensor, seed: torch.Tensor) -> None:
     torch.autograd.Variable._execution_engine.run_backward(
         (value,), (seed,), True, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def enclosing_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """What packs and unpacks the tensors that autograd keeps, where anything does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -7,7 +7,7 @@ schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +27,17 @@ from whale.runtime.context import Place, StepContext, step_backward
 from whale.runtime.empty_rows import EmptyRows
 from whale.runtime.generators import untouched
 from whale.runtime.grads import GradientBuckets
+from whale.runtime.loss_scale import LossScale
 from whale.runtime.outputs import Part
 from whale.runtime.signature import Context
-from whale.runtime.stage import Border, DeferredWork, Outcome, StageModule, WeightGradient
+from whale.runtime.stage import (
+    Border,
+    DeferredWork,
+    Outcome,
+    StageModule,
+    Stages,
+    WeightGradient,
+)
 from whale.runtime.transfers import Channels
 from whale.runtime.weighing import NUMBERS, gradient_factor
 
@@ -80,16 +88,14 @@ class Executor:
         self,
         plan: Plan,
         rank: int,
-        stages: Mapping[int, StageModule],
-        borders: Sequence[Border],
         channels: Channels,
         context: StepContext,
         device: torch.device,
         skips: frozenset[int],
         queue: DeferredWork | None = None,
     ) -> None:
-        self.plan, self.rank, self.stages = plan, rank, stages
-        self.borders, self.channels, self.context = borders, channels, context
+        self.plan, self.rank = plan, rank
+        self.channels, self.context = channels, context
         self.device = device
         self.queue = queue
         self._deferred: dict[tuple[int, int], tuple[Place, Sequence[WeightGradient]]] = {}
@@ -100,8 +106,7 @@ class Executor:
         """
         self.divides_ahead = False
         """Whether a backward begins with the division by the count, which is complete by then."""
-        self.origins: Mapping[int, str] = {}
-        """Where in the user's code each value that crosses is made."""
+        self.loss_scale: LossScale | None = None
         self.around: Context = nullcontext
         """What every forward runs in: the caller's autocast."""
         self.on_action: Callable[[int, Action | Update], None] | None = None
@@ -113,10 +118,16 @@ class Executor:
         self.clock = StepClock(plan, rank, device)
         self.totals = Totals.none(device)
         """Of the run so far: complete once the last forward has run."""
+        self._stages: Mapping[int, StageModule] = {}
+        """Of the run; with them, what crosses between stages."""
+        self._borders: Sequence[Border] = ()
+        self._origins: Mapping[int, str] = {}
+        self._completes: Sequence[int] = ()
+        """The buckets that the compute at hand completes."""
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._arrivals: dict[tuple[str, int, int, int, int], _Arrival] = {}
         self._local: dict[tuple[str, int, int, int, int], torch.Tensor] = {}
-        self._handlers: dict[str, Callable[[Action], None]] = {
+        self._handlers: dict[str, Callable[[Any], None]] = {
             "F": self._forward_of,
             "B": self._backward_of,
             "I": self._input_gradients,
@@ -127,56 +138,51 @@ class Executor:
             "RB": self._post,
         }
 
-    def use(
-        self,
-        stages: Mapping[int, StageModule],
-        borders: Sequence[Border],
-        origins: Mapping[int, str],
-    ) -> None:
-        """From here on it runs these stages: the same plan for another kind of batch."""
-        self.stages, self.borders, self.origins = stages, borders, origins
-
     # ---- one step -------------------------------------------------------------------------------
 
     def run(
         self,
         batch: Any,
         actions: Sequence[Action | Update],
+        stages: Stages,
         grads: GradientBuckets | None = None,
-        updates: Mapping[str, Callable[[Update], None]] | None = None,
+        updates: Mapping[str, Callable[[Any], None]] | None = None,
     ) -> Totals:
         """Runs `actions` on a global batch; without `grads` only forwards are meant to be in them.
 
-        `updates` do what is not a compute or a message, by kind.
+        `stages` are those for batches of this kind; `updates` do what is not a compute or a
+        message, by kind.
         """
+        self._stages, self._borders, self._origins = stages.modules, stages.borders, stages.origins
+        handlers = {**self._handlers, **(updates or {})}
         total_rows = batches.num_rows(batch)
         self._cuts = micro_batch_cuts(total_rows, self.plan.num_micro_batch)
         self._batch, self._grads = batch, grads
         self.context.batch_rows = total_rows
+        if self.loss_scale is not None:
+            self.loss_scale.begin(total_rows)
         self.totals = Totals.none(self.device)
         for index, action in enumerate(actions):
             if self.on_action is not None:
                 self.on_action(index, action)
-            if isinstance(action, Update):
-                assert updates is not None
-                if action.kind == "A":  # what is on its way belongs to what is done by now
-                    self.channels.drain()
-                updates[action.kind](action)
-                continue
-            if grads is not None and action.kind in ("B", "W"):
-                self._arm(grads, action, completed_by(actions, index))
-            self._handlers[action.kind](action)
+            if action.kind == "A":  # what is on its way belongs to what is done by now
+                self.channels.drain()
+            elif grads is not None and action.kind in ("B", "W"):
+                self._completes = completed_by(actions, index)
+            handlers[action.kind](action)
         self.channels.drain()
         self._flights.clear()
         self._arrivals.clear()
         self._local.clear()
         return self.totals
 
-    def _arm(self, grads: GradientBuckets, action: Action, numbers: Sequence[int]) -> None:
-        """Lets sums begin while the backward runs that completes their buckets."""
-        flight = self._flights.get((action.stage, action.micro_batch))
-        if numbers and not (flight is not None and flight.nested):
-            grads.arm(action.stage, numbers)
+    def _arm(self, stage: int, weights: Collection[int] | None = None) -> None:
+        """Lets sums begin while the compute runs that completes their buckets.
+
+        `weights` are ids of those whose gradients it makes, if not of all of the stage's.
+        """
+        if self._grads is not None and self._completes:
+            self._grads.arm(stage, self._completes, weights)
 
     def _rows(self, stage: int, micro_batch: int) -> tuple[int, int, int]:
         """(micro-batch rows, first own row, end) of a stage on this rank."""
@@ -197,13 +203,13 @@ class Executor:
 
     def _forward_of(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
-        module = self.stages[stage]
+        module = self._stages[stage]
         rows, part = self._enter(stage, micro_batch)
         received = {}
         for source, values in module.incoming.items():
             for value in values:
                 tensor = self._take("F", stage, micro_batch, source, value)
-                if self.borders[value].grad and torch.is_grad_enabled():
+                if self._borders[value].grad and torch.is_grad_enabled():
                     tensor.requires_grad_()
                 received[value] = tensor
         # A micro-batch without a row anywhere is none: one device has no such forward either.
@@ -257,7 +263,7 @@ class Executor:
     def _check_values(self, outcome: Outcome, rows: int) -> None:
         """Receivers make room for what the trace said; a value that is otherwise is not sent."""
         for value, tensor in outcome.values.items():
-            border = self.borders[value]
+            border = self._borders[value]
             want = border.at(rows)
             if tensor.dtype == border.dtype and tuple(tensor.shape) == want:
                 continue
@@ -266,7 +272,7 @@ class Executor:
                 f"{border.dtype} {want} when the model was traced on shapes alone",
                 hint="its dtype and shape must follow from those of the batch; keep code that "
                 "decides them by values inside one annotated module, away from the border",
-                where=self.origins.get(value),
+                where=self._origins.get(value),
             )
 
     def _forward_nothing(
@@ -275,9 +281,9 @@ class Executor:
         """A replica without rows in this micro-batch: no code runs, its values are empty."""
         values = {
             value: torch.empty(
-                self.borders[value].at(0), dtype=self.borders[value].dtype, device=self.device
+                self._borders[value].at(0), dtype=self._borders[value].dtype, device=self.device
             )
-            for values in self.stages[stage].outgoing.values()
+            for values in self._stages[stage].outgoing.values()
             for value in values
         }
         outcome = Outcome(values=values)
@@ -291,17 +297,19 @@ class Executor:
         Those that stay are copies: the other stage may write to them, and this one's backward may
         still need what it made.
         """
-        for target, values in self.stages[stage].outgoing.items():
+        for target, values in self._stages[stage].outgoing.items():
             for value in values:
                 made = outcome.values[value].detach()
-                kept = made.clone() if target in self.stages else made
+                kept = made.clone() if target in self._stages else made
                 self._local["F", target, micro_batch, stage, value] = kept
 
     def _backward_of(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         flight = self._flights.pop((stage, micro_batch))
         self.context.place = flight.place
-        module = self.stages[stage]
+        if action.kind == "B" and not flight.nested:
+            self._arm(stage)
+        module = self._stages[stage]
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
         loss = flight.outcome.loss
@@ -318,7 +326,7 @@ class Executor:
         totals: dict[int, torch.Tensor] = {}
         for target, values in module.outgoing.items():
             for value in values:
-                if self.borders[value].grad:
+                if self._borders[value].grad:
                     grad = self._take("B", stage, micro_batch, target, value)
                     totals[value] = totals[value] + grad if value in totals else grad
         for value, grad in totals.items():
@@ -335,7 +343,7 @@ class Executor:
             self.clock.end_compute(begun, action.kind, stage, 1)
         for source, values in module.incoming.items():
             for value in values:
-                if not self.borders[value].grad:
+                if not self._borders[value].grad:
                     continue
                 tensor = flight.received[value]
                 self.used[value] = self.used.get(value, False) or tensor.grad is not None
@@ -343,9 +351,10 @@ class Executor:
                 self._local["B", source, micro_batch, stage, value] = grad
 
     def _seed(self, total: torch.Tensor) -> torch.Tensor:
-        if not self.divides_ahead:
-            return torch.ones_like(total)
-        return gradient_factor(self.totals.sums).to(total.dtype).reshape(total.shape)
+        seed = torch.ones_like(total)
+        if self.divides_ahead:
+            seed = gradient_factor(self.totals.sums).to(total.dtype).reshape(total.shape)
+        return seed if self.loss_scale is None else seed * self.loss_scale.seed
 
     def _input_gradients(self, action: Action) -> None:
         self._backward_of(action)
@@ -357,6 +366,7 @@ class Executor:
         begun = self.clock.begin_compute()
         self.context.place, works = self._deferred.pop((action.stage, action.micro_batch))
         last = {id(weight): index for index, work in enumerate(works) for weight in work.weights}
+        self._arm(action.stage, last.keys())
         for index, work in enumerate(works):
             if self._grads is not None:  # of a module that was called again, more is to come
                 more = [weight for weight in work.weights if last[id(weight)] > index]
@@ -367,9 +377,9 @@ class Executor:
     # ---- messages -------------------------------------------------------------------------------
 
     def _edge(self, producer: int, consumer: int) -> list[int]:
-        if producer in self.stages:
-            return self.stages[producer].outgoing.get(consumer, [])
-        return self.stages[consumer].incoming.get(producer, [])
+        if producer in self._stages:
+            return self._stages[producer].outgoing.get(consumer, [])
+        return self._stages[consumer].incoming.get(producer, [])
 
     def _ends(self, action: Action) -> tuple[str, int, int]:
         """What a message carries (F: values, B: gradients), their producer and their consumer."""
@@ -389,7 +399,7 @@ class Executor:
         pieces = transfers.outgoing if kind == "F" else transfers.gradient_outgoing
         rows, start, _ = self._rows(own, micro_batch)
         for value in self._edge(producer, consumer):
-            border = self.borders[value]
+            border = self._borders[value]
             if kind == "B" and not border.grad:
                 continue
             tensor = self._local.pop((kind, other, micro_batch, own, value))
@@ -411,7 +421,7 @@ class Executor:
         pieces = transfers.incoming if kind == "F" else transfers.gradient_incoming
         rows, start, end = self._rows(own, micro_batch)
         for value in self._edge(producer, consumer):
-            border = self.borders[value]
+            border = self._borders[value]
             if kind == "B" and not border.grad:
                 continue
             works, parts = [], []

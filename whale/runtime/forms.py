@@ -3,7 +3,7 @@
 Place in the flow: used by `runtime.weighing`. A Form says `value = totals / counts + rest` where
 totals and counts are sums over rows: they add up over parts, the value does not. The functions here
 are the arithmetic of Forms, `runtime.form_rules` says which torch function does which. A Form is a
-guess about code that is not read: `engine.parts` tries it before it is used.
+guess about code that is not read: `engine.trials.parts` tries it before it is used.
 """
 
 from __future__ import annotations

@@ -25,6 +25,19 @@ Record = Callable[[str, tuple[int, ...]], None]
 Work = dist.Work | StreamWork
 
 
+class Later:
+    """What a collective under way will give."""
+
+    def __init__(self, work: Work | None, result: Callable[[], torch.Tensor]) -> None:
+        self._work, self._result = work, result
+
+    def wait(self) -> torch.Tensor:
+        """The result, once."""
+        if self._work is not None:
+            self._work.wait()
+        return self._result()
+
+
 class Communicator:
     """One process group as a rank sees it.
 
@@ -96,6 +109,42 @@ class Communicator:
         for tensor in tensors:
             tensor.record_stream(self._side)
         return work
+
+    def start_gather(self, local: torch.Tensor, sizes: list[int]) -> Later:
+        """Flat pieces of `sizes`, one after another in group order."""
+        if self.size == 1:
+            return Later(None, lambda: local)
+        local = local.contiguous()
+        out = local.new_empty(sum(sizes))
+        if self.native and len(set(sizes)) == 1:
+            work = dist.all_gather_into_tensor(out, local, group=self.group, async_op=True)
+        else:
+            copies = local.repeat(self.size)
+            sent = [local.numel()] * self.size
+            work = dist.all_to_all_single(
+                out, copies, list(sizes), sent, group=self.group, async_op=True
+            )
+        return Later(work, lambda: out)
+
+    def start_scatter(
+        self, flat: torch.Tensor, sizes: list[int], dtype: torch.dtype | None = None
+    ) -> Later:
+        """The SUM over the group of flat pieces of `sizes`, of which this rank gets its own.
+
+        With a `dtype` of their own, pieces are added and given in that.
+        """
+        if self.size == 1:
+            return Later(None, lambda: flat.to(dtype or flat.dtype))
+        mine = sizes[self.index]
+        if self.native and len(set(sizes)) == 1 and dtype in (None, flat.dtype):
+            own = flat.new_empty(mine)
+            work = dist.reduce_scatter_tensor(own, flat, group=self.group, async_op=True)
+            return Later(work, lambda: own)
+        parts = flat.new_empty(self.size * mine)
+        work = dist.all_to_all_single(
+            parts, flat, [mine] * self.size, list(sizes), group=self.group, async_op=True
+        )
+        return Later(work, lambda: parts.view(self.size, mine).sum(0, dtype=dtype))
 
     def all_max_(self, tensor: torch.Tensor) -> None:
         """The greatest of every element, in place."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from whale.runtime.groups import Communicator, Work
+from whale.runtime.groups import Communicator, Later, Work
 
 _LARGEST = 65504.0
 
@@ -26,11 +26,28 @@ class HalfSums:
 
     def start(self, comm: Communicator, flat: torch.Tensor) -> HalfWork:
         """Begins the SUM of `flat`, which holds it once the work is waited for."""
-        scale = None
-        if self.dtype == torch.float16:
-            scale = self._scale(comm, flat)
-        small = (flat if scale is None else flat * scale).to(self.dtype)
+        small, scale = self._small(comm, flat)
         return HalfWork(comm.all_reduce_(small, async_op=True), small, flat, scale)
+
+    def start_scatter(self, comm: Communicator, flat: torch.Tensor, sizes: list[int]) -> Later:
+        """Begins the SUM of which this rank gets its piece of `sizes`.
+
+        Only what travels is rounded: pieces are added in the dtype of `flat`.
+        """
+        small, scale = self._small(comm, flat)
+        coming = comm.start_scatter(small, sizes, flat.dtype)
+
+        def result() -> torch.Tensor:
+            found = coming.wait()
+            return found if scale is None else found.div_(scale)
+
+        return Later(None, result)
+
+    def _small(
+        self, comm: Communicator, flat: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        scale = self._scale(comm, flat) if self.dtype == torch.float16 else None
+        return (flat if scale is None else flat * scale).to(self.dtype), scale
 
     def _scale(self, comm: Communicator, flat: torch.Tensor) -> torch.Tensor:
         largest = flat.detach().abs().max().reshape(1) if flat.numel() else flat.new_zeros(1)

@@ -11,7 +11,9 @@ import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -312,6 +314,53 @@ def check_apart(
     return True
 
 
+def check_grouped(
+    factory: Any, optimizer: torch.optim.Optimizer, model: Named, groups: Sequence[frozenset[str]]
+) -> bool:
+    """Refuses an optimizer that updates otherwise when its step is called group by group.
+
+    A count of steps, or a rate, of its own beside the parameters' state would move with each group.
+    Returns what `check_apart` does.
+    """
+    if is_torchs(optimizer):
+        return False
+    try:
+        whole = _tried(factory, model, frozenset(name for name, _ in model), (1.0,) * 6)
+        parts = _tried(factory, model, frozenset(name for name, _ in model), (1.0,) * 6, groups)
+    except WhaleError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's code, on shapes that are not the model's
+        _LOG.warning(
+            "whether %s may be called group by group could not be tried (%s)",
+            type(optimizer).__name__,
+            _text(error),
+        )
+        return True
+    for now, then in zip(parts, whole, strict=True):
+        for name, value in now.items():
+            if not torch.allclose(value, then[name], rtol=1e-9, atol=1e-12, equal_nan=True):
+                raise WhaleError(
+                    f"{type(optimizer).__name__} updates {name} otherwise when its step is called "
+                    f"for {len(groups)} groups of parameters one after another",
+                    hint="leave optimizer.num_apply_group at 1, or keep what counts steps in the "
+                    "state of each parameter",
+                )
+    return True
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, members: Collection[int]) -> Iterator[None]:
+    """Inside, an optimizer has no parameters but those with these ids."""
+    whole = [(group, group["params"]) for group in optimizer.param_groups]
+    for group, params in whole:
+        group["params"] = [p for p in params if id(p) in members]
+    try:
+        yield
+    finally:
+        for group, params in whole:
+            group["params"] = params
+
+
 def _compare(
     factory: Any,
     optimizer: torch.optim.Optimizer,
@@ -335,7 +384,11 @@ def _compare(
 
 
 def _tried(
-    factory: Any, model: Named, part: frozenset[str], sizes: Sequence[float]
+    factory: Any,
+    model: Named,
+    part: frozenset[str],
+    sizes: Sequence[float],
+    groups: Sequence[frozenset[str]] = (),
 ) -> list[dict[str, torch.Tensor]]:
     """Small parameters after each step of an optimizer that has `part` of them, by name."""
     generator = torch.Generator().manual_seed(7)
@@ -355,7 +408,9 @@ def _tried(
                 # What is no number is so in one parameter: others must not hear of it.
                 own = size if math.isfinite(size) or index == step % len(small) else 1.0
                 parameter.grad = gradient * own if name in part else None
-            made.step()
+            for group in groups or (part,):
+                with only(made, {id(parameter) for name, parameter in small if name in group}):
+                    made.step()
             found.append({name: parameter.detach().clone() for name, parameter in mine})
     return found
 
@@ -381,8 +436,23 @@ def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def state_tensors(factory: Callable[[Any], torch.optim.Optimizer]) -> tuple[str, float]:
-    """The optimizer's class, and bytes of state per byte of parameter, found by one real step.
+def widens_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it makes float32 values of half precision itself, rounding as `rounding` says."""
+    return bool(getattr(optimizer, "widens_itself", False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What memory depends on, of an optimizer."""
+
+    name: str
+    state_tensors: float
+    """Bytes of state per byte of parameter."""
+    widens_itself: bool
+
+
+def kind_of(factory: Callable[[Any], torch.optim.Optimizer]) -> Kind:
+    """Found by one real step.
 
     A factory that cannot take a lone parameter (parameter groups by name, say) counts as Adam.
     """
@@ -392,7 +462,11 @@ def state_tensors(factory: Callable[[Any], torch.optim.Optimizer]) -> tuple[str,
         made = make_optimizer(factory, [("weight", parameter)])
         made.step()
     except Exception:  # noqa: BLE001 - a user's factory may want its own names
-        return "unknown", 2.0
+        return Kind(name="unknown", state_tensors=2.0, widens_itself=False)
     state = made.state.get(parameter, {})
     size = sum(v.numel() * v.element_size() for v in state.values() if torch.is_tensor(v))
-    return type(made).__name__, size / (parameter.numel() * parameter.element_size())
+    return Kind(
+        name=type(made).__name__,
+        state_tensors=size / (parameter.numel() * parameter.element_size()),
+        widens_itself=widens_itself(made),
+    )

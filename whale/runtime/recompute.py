@@ -47,7 +47,7 @@ class Scope(Protocol):
 
 
 class Watcher(Protocol):
-    """Capture, which sees through checkpoints: see `engine.regions`."""
+    """Capture, which sees through checkpoints: see `engine.trace.regions`."""
 
     def region(
         self, function: Any, args: tuple[Any, ...], options: dict[str, Any]

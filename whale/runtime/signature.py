@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from whale.errors import WhaleError
+from whale.ir.precision import Precision
 from whale.runtime import batch as batches
 from whale.runtime.batch import LocalBatch
 from whale.runtime.fingerprint import combined, fingerprint
@@ -177,6 +178,13 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Context:
         torch.clear_autocast_cache()
 
     return cast
+
+
+def autocast_of(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Around all that looks at the user's code before it trains: as the plan will run it."""
+    if not precision.autocast:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, precision.autocast))
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,6 +1,7 @@
 """What the executor runs: stages, the values that cross between them, work that waits.
 
-Place in the flow: `engine.stages` and `nn.deferred` make such things, `runtime.executor` runs them.
+Place in the flow: `engine.lower.stages` and `nn.deferred` make such things, `runtime.executor` runs
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Outcome:
 
 
 class StageModule(Protocol):
-    """A stage that can run: see `engine.stages`."""
+    """A stage that can run: see `engine.lower.stages`."""
 
     incoming: Mapping[int, list[int]]
     outgoing: Mapping[int, list[int]]
@@ -35,27 +36,6 @@ class StageModule(Protocol):
 
     def forward(self, batch: Any, received: dict[int, torch.Tensor], rows: int) -> Outcome:
         """Runs the stage on this rank's rows."""
-        ...
-
-
-class WeightGradient(Protocol):
-    """The weight gradients of one call of a module."""
-
-    @property
-    def weights(self) -> tuple[torch.Tensor, ...]:
-        """Whose gradients they are."""
-        ...
-
-    def __call__(self) -> None:
-        """Computes them, and adds them to those there are."""
-        ...
-
-
-class DeferredWork(Protocol):
-    """Weight gradients that a backward left for later: see `nn.deferred`."""
-
-    def take(self) -> Sequence[WeightGradient]:
-        """What the backward just run left."""
         ...
 
 
@@ -84,4 +64,35 @@ class Border(Protocol):
 
     def at(self, rows: int) -> tuple[int, ...]:
         """The shape for that many rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """The stages of a rank for one kind of batch, and all values that cross."""
+
+    modules: Mapping[int, StageModule]
+    borders: Sequence[Border] = ()
+    origins: Mapping[int, str] = field(default_factory=dict)
+    """Where in the user's code each value is made."""
+
+
+class WeightGradient(Protocol):
+    """The weight gradients of one call of a module."""
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """Whose gradients they are."""
+        ...
+
+    def __call__(self) -> None:
+        """Computes them, and adds them to those there are."""
+        ...
+
+
+class DeferredWork(Protocol):
+    """Weight gradients that a backward left for later: see `nn.deferred`."""
+
+    def take(self) -> Sequence[WeightGradient]:
+        """What the backward just run left."""
         ...

@@ -31,8 +31,9 @@ class GlobalSums:
 
     def wait(self) -> torch.Tensor:
         """The numbers of the global batch."""
-        if self.work is not None:
-            self.work.wait()
+        work, self.work = self.work, None  # it holds on to the connections
+        if work is not None:
+            work.wait()
         return self.numbers
 
 

@@ -1,9 +1,9 @@
 """Weighing: what a part of the rows adds to the loss of all rows, seen while the loss is computed.
 
-Place in the flow: wraps the code that computes the loss, in `engine.stages` and in `engine.parts`,
-which tries on a few rows whether the parts make up the whole, and how. The user's code sees the
-values it would see anyway; beside them a Form is followed to the loss. A part then gives a sum and
-a count; both are added up over parts, and one is divided by the other once.
+Place in the flow: wraps the code that computes the loss, in `engine.lower.stages` and in
+`engine.trials.parts`, which tries on a few rows whether the parts make up the whole, and how. The
+user's code sees the values it would see anyway; beside them a Form is followed to the loss. A part
+then gives a sum and a count; both are added up over parts, and one is divided by the other once.
 """
 
 from __future__ import annotations

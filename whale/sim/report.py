@@ -7,10 +7,12 @@ Place in the flow: made by `sim.simulate` from a priced Plan, completed with mea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from whale.ir.measured import Measured, MeasuredDevice
+from whale.ir.codec import from_plain, to_plain
+from whale.ir.measured import Measured
+from whale.ir.memory import MemoryParts
 
 EVENT_KINDS = ("F", "B", "I", "W", "message", "collective", "reduce", "apply")
 
@@ -31,25 +33,6 @@ class Event:
     end_s: float
     stage: int | None = None
     micro_batch: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryParts:
-    """What a device's memory holds at its peak, in bytes."""
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    workspace: int = 0
-    """Tensors that come and go inside a Layer or the update."""
-    reserve: int = 0
-    """Lost to the driver's context and the allocator's gaps; not in `total`."""
-
-    @property
-    def total(self) -> int:
-        """The peak of what tensors take."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +60,25 @@ class DeviceReport:
     @property
     def fits(self) -> bool:
         """Whether the peak is within what the device can give to tensors."""
-        return self.memory.total + self.memory.reserve <= self.capacity_bytes
+        return self.memory.with_reserve <= self.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """The memory of one node, where ranks keep something in it."""
+
+    node: int
+    nbytes: int
+    capacity_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether its ranks leave some of it to everything else that runs there."""
+        return self.nbytes <= HOST_SHARE * self.capacity_bytes
+
+
+HOST_SHARE = 0.9
+"""Of a node's memory, for training state: the rest is for the system, loaders and the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,8 @@ class Report:
     bubble: float
     """Share of the devices' time in which they neither compute nor communicate."""
     devices: tuple[DeviceReport, ...]
+    hosts: tuple[HostReport, ...] = ()
+    """Nodes in whose memory something waits."""
     events: tuple[Event, ...] = ()
     where_time_goes: Mapping[str, float] = field(default_factory=dict)
     """Seconds per device on average, by what they are spent on; sums to the step time."""
@@ -110,7 +113,7 @@ class Report:
     @property
     def fits(self) -> bool:
         """Whether every device holds what it must."""
-        return all(device.fits for device in self.devices)
+        return all(d.fits for d in self.devices) and all(host.fits for host in self.hosts)
 
     @property
     def time_error(self) -> float | None:
@@ -153,39 +156,13 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return asdict(self)
+        found: dict[str, Any] = to_plain(self)
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         """The inverse of `to_dict`, also after a trip through JSON."""
-        measured = data["measured"]
-        return cls(
-            **{
-                **data,
-                "devices": tuple(_device(d) for d in data["devices"]),
-                "events": tuple(Event(**e) for e in data["events"]),
-                "notes": tuple(data["notes"]),
-                "measured": None
-                if measured is None
-                else Measured(
-                    **{
-                        **measured,
-                        "devices": tuple(MeasuredDevice(**d) for d in measured["devices"]),
-                    }
-                ),
-            }
-        )
-
-
-def _device(data: Mapping[str, Any]) -> DeviceReport:
-    return DeviceReport(
-        **{
-            **data,
-            "stages": tuple(data["stages"]),
-            "memory": MemoryParts(**data["memory"]),
-            "memory_curve": tuple((t, b) for t, b in data["memory_curve"]),
-        }
-    )
+        return from_plain(cls, data, "the report")
 
 
 def _seconds(value: float) -> str:

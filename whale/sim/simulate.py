@@ -22,7 +22,7 @@ from whale.ir.schedule import Action
 from whale.ir.updates import last_backwards
 from whale.sim.finish import Runner, Sum, finish
 from whale.sim.messages import Messages
-from whale.sim.report import DeviceReport, Event, MemoryParts, Report
+from whale.sim.report import DeviceReport, Event, HostReport, Report
 
 Orders = Mapping[int, Sequence[Action]]
 """The actions of each device group (`planner.schedules.rank_actions`)."""
@@ -239,7 +239,7 @@ class _Simulation:
         if action.kind == "F":
             lane.held += price.kept_bytes
             lane.curve.append((start, lane.held))
-        elif action.kind in ("B", "W") or (action.kind == "I" and not price.weight_s):
+        elif action.kind in ("B", "W"):
             lane.held -= price.kept_bytes
             lane.curve.append((end, lane.held))
 
@@ -341,11 +341,21 @@ class _Simulation:
             joules_per_step=self._joules(devices, step),
             bubble=max(0.0, 1.0 - (busy + applied) / total) if total else 0.0,
             devices=devices,
+            hosts=tuple(
+                HostReport(
+                    node=node,
+                    nbytes=int(nbytes),
+                    capacity_bytes=self.prices.host_capacity_bytes[node],
+                )
+                for node, nbytes in self.prices.host_bytes().items()
+                if nbytes
+            ),
             events=tuple(sorted(self.events, key=lambda e: (e.rank, e.start_s))),
             where_time_goes=_where(devices, applied, step),
             notes=(
                 *(f"stage {s.index}: {len(s.layers)} layers" for s in self.plan.stages),
                 *self.prices.sources,
+                *self.plan.kept,
                 *self.plan.rejected,
             ),
         )
@@ -360,7 +370,6 @@ class _Simulation:
     ) -> DeviceReport:
         price = self.prices.devices[rank]
         held = [h for _, h in lane.curve] if lane is not None else []
-        activations = max(held, default=0.0)
         inside = 0.0
         if lane is not None:
             inside = sum(
@@ -369,14 +378,10 @@ class _Simulation:
                 if a.kind in ("F", "B", "I")
             )
         exposed = max(0.0, ready.get(rank, 0.0) - lane.clock) if lane is not None else 0.0
-        static = price.parameter_bytes + price.gradient_bytes + price.optimizer_bytes
-        workspace = price.workspace_bytes
-        if price.scratch_bytes > activations + workspace:
-            # The update needs more than the backward did.
-            activations, workspace = 0.0, price.scratch_bytes
+        static = int(price.memory.static)
         curve: list[tuple[float, int]] = [(0.0, static)]
         curve += [(t, int(static + h)) for t, h in (lane.curve if lane is not None else [])]
-        curve += [(begin, static + price.scratch_bytes), (step, static)]
+        curve += [(begin, int(static + price.memory.scratch)), (step, static)]
         return DeviceReport(
             rank=rank,
             type=self.plan.device_types[rank],
@@ -386,14 +391,7 @@ class _Simulation:
             rows=price.rows,
             compute_s=lane.compute_s if lane is not None else 0.0,
             communicate_s=inside + exposed,
-            memory=MemoryParts(
-                parameters=price.parameter_bytes,
-                gradients=price.gradient_bytes,
-                optimizer=price.optimizer_bytes,
-                activations=int(activations),
-                workspace=int(workspace),
-                reserve=price.reserve_bytes,
-            ),
+            memory=price.memory.parts(max(held, default=0.0)),
             capacity_bytes=price.capacity_bytes,
             memory_curve=tuple(curve) if self.keep else (),
             binds=price.binds,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from whale.engine.checkpoint import read_state_dict
-from whale.engine.checkpoint_load import Reader
+from whale.engine.checkpoint.load import Reader
 from whale.errors import CheckpointError, ConfigError
 from whale.models.m6.config import M6Config
 from whale.models.m6.image_codes import ImageCodes

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from whale.annotations import replicate
 from whale.config import Config
-from whale.engine.measure import calibrate
+from whale.engine.calibrate.profile import calibrate
 from whale.engine.step import Step
 from whale.ir.profile import Profile
 from whale.models.m6.annotate import expert_parallel

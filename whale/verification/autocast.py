@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from whale import parallel
-from whale.engine.weights import copied
+from whale.engine.state.copies import copied
 from whale.verification.compare import SMALL, dense
 from whale.verification.comparison import Report, part_of
 from whale.verification.task import Task, read_truth
@@ -50,10 +50,10 @@ def compare(task: Task, report: Report, rank: int) -> None:
     size = _size(low["loss"])
     found = {"loss": _off(metrics["loss"], low["loss"], size)}
     allowed = {"loss": _off(full["loss"], low["loss"], size)}
-    for name, parameter in lowered.params.items():
+    for name, parameter in lowered.store.kept.items():
         if parameter.requires_grad:
             want = low["gradients"][name]
-            own = None if want is None else part_of(want, lowered.pieces[name])
+            own = None if want is None else part_of(want, lowered.store.kept_pieces[name])
             found[name] = _off(parameter.grad, own, max(_size(want), SMALL * largest))
             allowed[name] = spread
     _note(report, rank, found, allowed)

@@ -28,10 +28,10 @@ from whale import parallel
 from whale.annotations import TAG, ambient_cluster, tag_of
 from whale.annotations import cluster as make_cluster
 from whale.config import Config
-from whale.engine.capture import capture
-from whale.engine.face import plainly
-from whale.engine.lower import norms_of_own_rows
-from whale.engine.step import OptimizerFactory
+from whale.engine.capture.captured import capture
+from whale.engine.lower.lowered import norms_of_own_rows
+from whale.engine.updating import OptimizerFactory
+from whale.engine.watch.face import plainly
 from whale.errors import PlanError, RankError, WhaleError
 from whale.ir.cluster import Cluster
 from whale.ir.plan import Plan

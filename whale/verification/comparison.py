@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.engine.lower import stage_of_module
+from whale.engine.lower.lowered import stage_of_module
 from whale.engine.step import Step
 from whale.ir.sharding import WHOLE, Piece
 from whale.verification.compare import ROUNDING, error_of, scales
@@ -120,22 +120,27 @@ class Comparison:
 
         None is as good as zeros here; what becomes of the weights is compared as well.
         """
-        lowered = self.step._lowered
+        if self.step.plan.early:
+            return  # let go by then: what they made of the weights is compared
+        store = self.step._lowered.store
         got = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
-            for name, p in lowered.params.items()
+            for name, p in store.kept.items()
             if p.requires_grad
         }
         self._compare(
-            "gradient", number, truth["gradients"], got, lowered.pieces, self.report.local
+            "gradient", number, truth["gradients"], got, store.kept_pieces, self.report.local
         )
 
     def state(self, number: int, truth: Mapping[str, Any]) -> None:
         """This rank's weights, and the buffers of the stages it runs."""
         lowered = self.step._lowered
-        self._compare(
-            "weight", number, truth["weights"], lowered.params, lowered.pieces, self.report.local
-        )
+        store = lowered.store
+        for held, pieces in (
+            ({name: store.value(name) for name in store.kept}, store.kept_pieces),
+            (store.present(), store.pieces),
+        ):
+            self._compare("weight", number, truth["weights"], held, pieces, self.report.local)
         plan = self.step.plan
         buffers = {
             name: buffer
@@ -147,7 +152,7 @@ class Comparison:
     def optimizer(self, number: int, truth: Mapping[str, Any]) -> None:
         """What the optimizer keeps of each piece; of a parameter without gradient it keeps none."""
         lowered = self.step._lowered
-        own = {n: p for n, p in lowered.params.items() if p.requires_grad}
+        own = {n: p for n, p in lowered.store.kept.items() if p.requires_grad}
         wants: dict[str, Tensor] = {}
         gots: dict[str, Tensor] = {}
         pieces: dict[str, Piece] = {}
@@ -163,7 +168,7 @@ class Comparison:
                     continue
                 gots[key] = held[slot]
                 if want.shape == truth["weights"][name].shape:
-                    pieces[key] = lowered.pieces.get(name, WHOLE)
+                    pieces[key] = lowered.store.kept_pieces.get(name, WHOLE)
         self._compare("state", number, wants, gots, pieces, self.report.local)
 
     def gathered(self, number: int, truth: Mapping[str, Any]) -> None:
@@ -177,6 +182,8 @@ class Comparison:
                 kind, number, want, {k: t for k, t in state.items() if k in want}, {}, into
             )
             self._missing(kind, number, want, state)
+        if self.step.plan.early:
+            return
         gradients = {n: g for n, g in self.step.gradients().items() if g is not None}
         self._compare("gradient", number, truth["gradients"], gradients, {}, into)
         needed = {n: g for n, g in truth["gradients"].items() if g is not None}

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from whale.engine.draw_recorder import Randomness
-from whale.nn.dropout import key_of
+from whale.engine.trace.draw_recorder import Randomness
 from whale.nn.random_dropouts import COMPOSED, opened
 from whale.nn.randomness import KeyedRandom, PlainDraws
 from whale.runtime import generators
+from whale.runtime.hashing import key_of
 from whale.runtime.recompute import RerunMode
 
 _FEW = 64

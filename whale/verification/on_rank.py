@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from whale import parallel
-from whale.engine.differences import OutputsError
+from whale.engine.state.copies import copied
 from whale.engine.step import Step
-from whale.engine.weights import copied
+from whale.engine.trials.differences import OutputsError
 from whale.errors import RankError, WhaleError
 from whale.runtime import outputs as merges
 from whale.runtime.data import shard

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from whale import parallel
 from whale.annotations import TAG
 from whale.config import Config
-from whale.engine.capture import capture
-from whale.engine.draw_recorder import Randomness
-from whale.engine.step import OptimizerFactory
-from whale.engine.weights import copied, local_copy
+from whale.engine.capture.captured import capture
+from whale.engine.lower.weights import local_copy
+from whale.engine.state.copies import copied
+from whale.engine.trace.draw_recorder import Randomness
+from whale.engine.updating import OptimizerFactory
 from whale.errors import WhaleError
 from whale.ir.cluster import Cluster
 from whale.runtime import batch as batches
@@ -351,7 +352,7 @@ def with_values(task: Task) -> nn.Module:
         loss=task.loss,
         config=one_rank_config(task),
     )
-    model, _, _ = local_copy(bare, plan, 0, torch.device("cpu"), task.config.seed)
+    model, _ = local_copy(bare, plan, 0, torch.device("cpu"), task.config.seed)
     return model
 
 

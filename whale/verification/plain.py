@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale.engine.draw_recorder import Randomness
+from whale.engine.trace.draw_recorder import Randomness
 from whale.nn.encoders import install_padding
 from whale.runtime import batch as batches
 from whale.verification.masks import Handed, Watch
@@ -100,7 +100,7 @@ class Plain:
         for number, span in enumerate(spans):
             inputs, _ = batches.split_target(cut(batch, *span))
             with self.at(step, number, span), self._low():
-                outputs.append(batches._apply(self.model, inputs))
+                outputs.append(batches.run_model(self.model, inputs))
         leaves = [batches.leaves(out) for out in outputs]
         rows = [high - low for low, high in spans]
         for same in zip(*leaves, strict=True):

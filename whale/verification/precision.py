@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.engine.weights import copied, in_dtype, module_in
+from whale.engine.state.copies import copied, in_dtype, module_in
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
 from whale.verification.processes import RankFailed, run_forked

@@ -32,7 +32,7 @@ GRACE_S = 1.0
 """How long the others may still report after the first failure: what they meet is its echo."""
 
 
-_WAITING = ("/torch/distributed/", "/whale/runtime/", "/whale/engine/gather.py")
+_WAITING = ("/torch/distributed/", "/whale/runtime/", "/whale/engine/checkpoint/gather.py")
 
 
 class RankFailed(Exception):  # noqa: N818 - caught by `verify`, which makes it part of the verdict

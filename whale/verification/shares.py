@@ -137,7 +137,7 @@ def _by_output(
     for number, (part, span) in enumerate(zip(parts, spans, strict=True)):
         inputs, target = batches.split_target(part)
         with torch.no_grad(), at(number, span):
-            out = batches._apply(model, inputs)
+            out = batches.run_model(model, inputs)
         leaves = [t.detach().clone() for t in batches.leaves(out)]
         outputs.append([t.requires_grad_(t.is_floating_point()) for t in leaves])
         example = out

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from whale.config import Config
-from whale.engine.step import OptimizerFactory
+from whale.engine.updating import OptimizerFactory
 from whale.ir.plan import Plan
 from whale.runtime import batch as batches
 from whale.verification.feeds import Feed

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from html import escape
 
-from whale.sim.report import DeviceReport, MemoryParts, Report
+from whale.ir.memory import MemoryParts
+from whale.sim.report import DeviceReport, Report
 from whale.viz.facts import Alike, needed, over_text
 from whale.viz.gantt import number, swatch
 from whale.viz.units import nbytes, nbytes_of, percent, ranges, seconds

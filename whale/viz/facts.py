@@ -135,7 +135,7 @@ def gap_percent(report: Report) -> str:
 
 def needed(device: DeviceReport) -> int:
     """Bytes that a device must have: its peak and what is lost to driver and allocator."""
-    return device.memory.total + device.memory.reserve
+    return device.memory.with_reserve
 
 
 def full(device: DeviceReport) -> float:
@@ -161,6 +161,13 @@ def over_text(device: DeviceReport) -> str:
 def fits_text(report: Report) -> str:
     """`fits`, or which devices do not and by how much."""
     worst = over(report)
+    hosts = [host for host in report.hosts if not host.fits]
+    if hosts and not worst:
+        return (
+            f"does not fit: the memory of {len(hosts)} of {len(report.hosts)} nodes, node "
+            f"{hosts[0].node} would hold {nbytes(hosts[0].nbytes)} of "
+            f"{nbytes(hosts[0].capacity_bytes)}"
+        )
     if not worst:
         return "fits"
     return (

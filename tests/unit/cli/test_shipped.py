@@ -14,7 +14,7 @@ import torch
 
 from whale.cli import shipped
 from whale.cli.captured import captured
-from whale.engine.layers import find_layers
+from whale.engine.capture.layers import find_layers
 from whale.models.registry import PRESETS
 
 ROOT = Path(__file__).resolve().parents[3]

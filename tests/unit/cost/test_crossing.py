@@ -12,8 +12,8 @@ from torch import nn
 import whale as wh
 from whale.annotations import annotate
 from whale.cost.crossing import Crossing, crossing_bytes, cut_bytes
-from whale.engine.capture import Captured, capture
-from whale.engine.stages import cut
+from whale.engine.capture.captured import Captured, capture
+from whale.engine.lower.stages import cut
 from whale.errors import CaptureError
 from whale.ir.model_graph import Linear, assign_stages
 from whale.models.registry import preset
@@ -143,7 +143,7 @@ def test_a_layer_called_again_in_a_later_stage():
     stages, _ = assign_stages(
         captured.graph.nodes, [plan.taskgraphs[x.taskgraph].stage for x in captured.graph.layers]
     )
-    found = crossing_bytes(captured.graph, plan)
+    found = crossing_bytes(captured.graph, stages, plan.schedule.edges)
     assert found.keys() == set(plan.schedule.edges)
     for part in cut(captured.program, stages, 3, captured.result):
         for source, values in part.incoming.items():

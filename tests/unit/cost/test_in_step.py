@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import whale as wh
-from whale.engine.capture import capture
+from whale.engine.capture.captured import capture
 from whale.ir.profile import Curve, DeviceProfile, LayerTime, Profile
 from whale.models.registry import preset
 from whale.sim.report import Report

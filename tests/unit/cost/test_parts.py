@@ -29,8 +29,8 @@ def test_a_device_keeps_what_one_with_its_rows_keeps(num_nodes: int, num_gpus: i
         assert stage.kept_bytes == pytest.approx(alone.stages[0].kept_bytes, rel=1e-6)
         assert stage.forward_s >= alone.stages[0].forward_s
     # A rank holds its experts only.
-    assert plan.prices.devices[0].parameter_bytes < alone.devices[0].parameter_bytes
-    assert plan.prices.devices[0].workspace_bytes <= alone.devices[0].workspace_bytes
+    assert plan.prices.devices[0].memory.parameters < alone.devices[0].memory.parameters
+    assert plan.prices.devices[0].memory.workspace <= alone.devices[0].memory.workspace
 
 
 def test_only_experts_get_fewer_rows() -> None:

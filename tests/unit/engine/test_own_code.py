@@ -8,8 +8,8 @@ from torch import nn
 
 import whale as wh
 from tests.parity import own_code
-from whale.engine.capture import capture
-from whale.engine.lower import lower
+from whale.engine.capture.captured import capture
+from whale.engine.lower.lowered import lower
 from whale.errors import PlanError
 from whale.ir.model_graph import Layer
 from whale.nn.forwards import replace_base, runs

@@ -14,7 +14,7 @@ import whale as wh
 from tests.parity import zoo
 from tests.parity.layouts import LAYOUTS
 from tests.unit.ir.test_plan import make
-from whale.engine.capture import capture
+from whale.engine.capture.captured import capture
 from whale.ir.cluster import Cluster
 from whale.ir.model_graph import ModelGraph
 from whale.ir.plan import Plan

@@ -11,7 +11,8 @@ from torch import nn
 from whale.annotations import tag_of
 from whale.cli import verify
 from whale.cli.main import main
-from whale.engine.capture import capture
+from whale.cli.precisions import PRECISIONS
+from whale.engine.capture.captured import capture
 from whale.errors import ConfigError
 from whale.models.registry import (
     IGNORED,
@@ -46,7 +47,7 @@ def test_all_are_there_under_their_own_names() -> None:
         assert made.about
         assert "%" not in made.about, "argparse would expand it"
         assert name in listing()
-        assert made.precision in ("fp32", "tf32", "bf16")
+        assert made.precision in PRECISIONS
         assert callable(optimizer_factory(made.optimizer))
 
 

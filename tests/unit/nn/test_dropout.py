@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from whale.nn import dropout_kernel
-from whale.nn.dropout import _MASK, _mix, drop, keep_mask, key_of, position_mask
+from whale.nn.dropout import drop, keep_mask, position_mask
 from whale.runtime.context import StepContext
+from whale.runtime.hashing import MASK as _MASK
+from whale.runtime.hashing import _mix, key_of
 
 
 def _strided(shape: list[int], order: list[int]) -> torch.Tensor:

@@ -15,8 +15,11 @@ from math import ceil
 
 import numpy as np
 
+from whale.cost.memory import LayerBytes, most_kept, stage_bytes
+from whale.ir.memory import DeviceBytes
 from whale.planner.balance import Member
 from whale.planner.chain import GroupKind, Stage
+from whale.planner.span_memory import SpanMemory
 
 REGIMES = {"loose": (2.0, 5.0), "tight": (1.0, 1.35), "short": (0.6, 1.0)}
 # Peak TFLOP/s and memory of device types that people mix.
@@ -58,14 +61,29 @@ class ChainCase:
         for index, stage in enumerate(stages):
             kind, layers = self.kinds[stage.kind], slice(stage.start, stage.end)
             held = min(self.num_micro_batch, len(stages) - index)
-            used = sum(kind.resident_bytes[layers]) + held * sum(kind.activation_bytes[layers])
-            if used + kind.slack_bytes > kind.capacity_bytes:
+            if needed_bytes(kind.memory, layers, held) > kind.capacity_bytes:
                 return False
         return True
 
     def seconds(self, stages: tuple[Stage, ...]) -> float:
         times = [stage_seconds(self.kinds[stage.kind], stage) for stage in stages]
         return sum(times) + (self.num_micro_batch - 1) * max(times)
+
+
+def needed_bytes(memory: SpanMemory, layers: slice, held: int) -> float:
+    """What `cost.memory` and `ir.memory` say of a stage of these layers."""
+    calls = map(LayerBytes, memory.kept[layers], memory.passing[layers])
+    stage = stage_bytes(reversed(list(calls)), memory.received[layers.start])
+    device = DeviceBytes(
+        parameters=sum(memory.static[layers]),
+        gradients=0.0,
+        optimizer=0.0,
+        scratch=sum(memory.scratch[layers]),
+        workspace=stage.workspace,
+        driver=memory.driver,
+        gaps=memory.gaps,
+    )
+    return device.peak(most_kept({0: stage.kept}, [{0: held}]))
 
 
 def stage_seconds(kind: GroupKind, stage: Stage) -> float:
@@ -148,6 +166,12 @@ def chain_case(rng: random.Random, regime: str) -> ChainCase:
     resident = tuple(float(rng.randint(5, 30)) for _ in range(num_layers))
     activation = tuple(float(rng.randint(0, 8)) for _ in range(num_layers))
     slack = float(rng.choice([0, 2]))
+    # Rare on purpose: with all of them at once little is left to choose.
+    passing, scratch, received = (
+        tuple(float(rng.randint(0, most)) * (rng.random() < 0.5) for _ in range(num_layers))
+        for most in (10, 20, 4)
+    )
+    gaps = rng.choice([0.0, 0.0625])
     held = min(m, (num_groups + 1) // 2)
     need = sum(resident) + held * sum(activation) + slack * num_groups
     sizes = sum(count * size for count, (_, size) in zip(counts, types, strict=True))
@@ -160,9 +184,15 @@ def chain_case(rng: random.Random, regime: str) -> ChainCase:
             count=count,
             capacity_bytes=float(ceil(scale * size)),
             seconds=tuple(work / speed / rng.uniform(0.5, 1.0) for work in flops),
-            resident_bytes=resident,
-            activation_bytes=activation,
-            slack_bytes=slack,
+            memory=SpanMemory(
+                static=resident,
+                kept=activation,
+                passing=passing,
+                scratch=scratch,
+                received=received,
+                driver=slack,
+                gaps=gaps,
+            ),
             edge_seconds=tuple(rng.uniform(0, 0.5) for _ in flops) if edges else (),
         )
         for number, (count, (speed, size)) in enumerate(zip(counts, types, strict=True))

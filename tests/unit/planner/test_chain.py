@@ -10,6 +10,7 @@ import whale.planner.chain as chain_module
 from tests.unit.planner.instances import REGIMES, ChainCase, best_chain, chain_case, stage_seconds
 from whale.errors import PlanError
 from whale.planner.chain import Chain, GroupKind, Stage, partition
+from whale.planner.span_memory import SpanMemory
 
 
 def kind(
@@ -21,8 +22,7 @@ def kind(
         count=count,
         capacity_bytes=capacity,
         seconds=(layer_seconds,) * layers,
-        resident_bytes=(10.0,) * layers,
-        activation_bytes=(1.0,) * layers,
+        memory=SpanMemory(static=(10.0,) * layers, kept=(1.0,) * layers),
     )
 
 
@@ -140,8 +140,7 @@ def test_a_group_that_does_not_help_stays_unused():
         count=4,
         capacity_bytes=1e9,
         seconds=(1.0,) * 4,
-        resident_bytes=(1.0,) * 4,
-        activation_bytes=(1.0,) * 4,
+        memory=SpanMemory(static=(1.0,) * 4, kept=(1.0,) * 4),
         edge_seconds=(0.0, 0.1, 0.1, 0.1),
     )
     assert len(partition([edge], 1).stages) == 1
@@ -179,8 +178,7 @@ def test_larger_than_can_be_tried():
             count=16,
             capacity_bytes=capacity,
             seconds=tuple(rng.uniform(0.9, 1.1) / speed for _ in range(48)),
-            resident_bytes=(3e9,) * 48,
-            activation_bytes=(2e8,) * 48,
+            memory=SpanMemory(static=(3e9,) * 48, kept=(2e8,) * 48),
         )
         for name, speed, capacity in (("fast", 1.0, 16e9), ("slow", 0.5, 40e9))
     ]

@@ -17,7 +17,7 @@ import whale as wh
 from tests.parity import zoo
 from tests.parity.layouts import LAYOUTS, layer_paths
 from tests.ranks import run_ranks
-from whale.engine.capture import capture
+from whale.engine.capture.captured import capture
 from whale.ir.model_graph import ModelGraph
 from whale.ir.plan import Plan
 from whale.planner.given import check_given

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from whale.engine.wrappers import refuse_wrapped
+from whale.engine.state.wrappers import refuse_wrapped
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
 from whale.runtime.batch import LocalBatch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.runtime.random_losses import ROWS, Model, batch, expression
-from whale.engine.trial_rows import Rows
+from whale.engine.trials.trial_rows import Rows
 from whale.errors import WhaleError
 from whale.runtime import batch as batches
 from whale.runtime.sums import refuse_other_sizes

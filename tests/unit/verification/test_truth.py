@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import whale as wh
-from whale.engine.capture import capture
+from whale.engine.capture.captured import capture
 from whale.verification.masks import Handed, Watch
 from whale.verification.shares import shares
 

@@ -7,16 +7,11 @@ from dataclasses import replace
 from functools import cache
 
 from tests.unit.sim.timeline import Timeline, timeline
+from whale.ir.measured import Measured, MeasuredDevice
+from whale.ir.memory import MemoryParts
 from whale.ir.schedule import Action, Schedule
 from whale.planner.schedules import rank_actions
-from whale.sim.report import (
-    DeviceReport,
-    Event,
-    Measured,
-    MeasuredDevice,
-    MemoryParts,
-    Report,
-)
+from whale.sim.report import DeviceReport, Event, Report
 
 COMPUTES = ("F", "B", "I", "W", "apply")
 REDUCE_S, APPLY_S = 0.004, 0.006

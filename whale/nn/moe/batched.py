@@ -1,6 +1,6 @@
 """Batched experts of which a member holds some: rows are sorted by expert, as many for each.
 
-Place in the flow: installed by the rule `batched experts` (`engine.batched_experts` finds the
+Place in the flow: installed by the rule `batched experts` (`engine.split.batched_experts` finds the
 modules). Every member has all rows; it runs those of its experts, and outputs are gathered. Llama 4
 is written so.
 """

@@ -1,6 +1,6 @@
 """Stacked experts of other libraries, of which a member holds some: Mixtral, Qwen-MoE and kin.
 
-Place in the flow: installed by the rule `stacked experts` (`engine.stacked_experts` finds the
+Place in the flow: installed by the rule `stacked experts` (`engine.split.stacked_experts` finds the
 modules). Such a module has no router: it is called with `(hidden_states [T, d], top_k_index [T, k],
 top_k_weights [T, k])` and gives the weighted sum of each token's experts. An index that is no
 expert's (-1, or the number of experts) is no choice. Every choice finds room, so members need

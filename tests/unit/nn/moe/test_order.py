@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import whale as wh
-from whale.engine.capture import capture
-from whale.engine.lower import lower
+from whale.engine.capture.captured import capture
+from whale.engine.lower.lowered import lower
 from whale.errors import PlanError
 from whale.ir.plan import Plan
 

@@ -1,0 +1,1 @@
+"""Measured speeds of this job's devices and links."""

@@ -1,0 +1,1 @@
+"""From an annotated module to a ModelGraph."""

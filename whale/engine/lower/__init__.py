@@ -1,0 +1,1 @@
+"""From a Plan to this rank's program: weights, stages, random numbers."""

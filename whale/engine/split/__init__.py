@@ -1,0 +1,1 @@
+"""Which modules can be cut, where, and what stands in for their forward."""

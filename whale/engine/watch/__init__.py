@@ -1,0 +1,1 @@
+"""What is looked at again while training, and the face that the user's module wears."""
