@@ -6,10 +6,12 @@ value of every parameter (n = 1), or every pair of values of two parameters (n =
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections import defaultdict
 
 import pytest
+
+from tests.covering import FULL, covering
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--full"):
+        os.environ[FULL] = "1"
     config.addinivalue_line("markers", "full: runs only with --full")
     config.addinivalue_line("markers", "covering(n): the quick run covers n-tuples of parameters")
 
@@ -42,21 +46,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _not_needed(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases that are left out: those kept have every parameter, or every pair of them, of all.
-
-    The one with most that no other kept case has is taken first.
-    """
+    """Cases that are left out: those kept have every parameter, or every pair of them, of all."""
     marker = items[0].get_closest_marker("covering")
     assert marker is not None
-    tuples = {}
-    for item in items:
-        values = sorted((name, repr(value)) for name, value in item.callspec.params.items())  # type: ignore[attr-defined]
-        size = min(marker.args[0], len(values))
-        tuples[item] = set(itertools.combinations(values, size))
-    left = set().union(*tuples.values())
-    kept = set()
-    while left:
-        best = max(items, key=lambda item: len(tuples[item] & left))
-        kept.add(best)
-        left -= tuples[best]
+    cases = {
+        tuple(repr(value) for _, value in sorted(item.callspec.params.items())): item  # type: ignore[attr-defined]
+        for item in items
+    }
+    kept = {cases[case] for case in covering(cases, marker.args[0])}
     return [item for item in items if item not in kept]
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is tried at build, on the test's ranks too: for tests of what runs after it.
+
+    Trials take most of the time of a small step. Those of `parity`, `odd` and `verify` run them.
+    """
+    monkeypatch.setenv("WHALE_CHECK_PARTS", "0")
+    monkeypatch.setenv("WHALE_CHECK_SPLITS", "0")

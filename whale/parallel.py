@@ -45,7 +45,7 @@ from whale.ir.profile import Profile
 from whale.ir.reasons import grouped_reasons
 from whale.ir.schedule import Action, Schedule
 from whale.planner.applying import check_early
-from whale.planner.given import check_given, check_kind
+from whale.planner.given import check_given, check_kind, check_settings
 from whale.planner.make_plan import make_plan, orders_of
 from whale.planner.precision import precision_of
 from whale.planner.schedules import rank_actions
@@ -169,6 +169,7 @@ def _parallelize(
         _refuse_overflow(plan)
     else:
         check_given(plan, captured.graph)
+        check_settings(plan, settings)
         if plan.early:
             check_early(plan, settings.optimizer.max_grad_norm)
     _warn_of_low_share(plan)
@@ -203,7 +204,6 @@ def _parallelize(
         device=_local_device(settings),
         seed=settings.seed,
         timeout=timedelta(seconds=settings.timeout_seconds),
-        communication=settings.communication,
         outputs=names,
         changes=looked.changes,
         trial=looked.trial,

@@ -14,6 +14,8 @@ from tests.distributed.test_zero import ADAMW, _worst, made, plain
 from tests.distributed.test_zero import data as batch
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 
 def grouped(
     level: str, layout: str, num_groups: int, early: bool, max_norm: float | None

@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import whale as wh
+from tests.covering import part
 from tests.distributed.beside import Before, beside
 from tests.ranks import run_ranks
 
@@ -278,19 +279,19 @@ def on_rank() -> dict[tuple[str, str], tuple[str | float, set[str]]]:
     wh.init()
     torch.set_default_dtype(torch.float64)
     found: dict[tuple[str, str], tuple[str | float, set[str]]] = {}
-    for name, case in CASES.items():
-        for layout in case.layouts:
-            torch.manual_seed(0)
-            rules: set[str] = set()
-            result = beside(
-                Whole(case.block(), case.glue),
-                [batch(seed, length) for seed, length in enumerate(case.lengths)],
-                LAYOUTS[layout](),
-                before=case.before,
-                evaluated=[batch(99)],
-                rules=rules,
-            )
-            found[name, layout] = result, rules
+    for name, layout in part([(n, layout) for n, case in CASES.items() for layout in case.layouts]):
+        case = CASES[name]
+        torch.manual_seed(0)
+        rules: set[str] = set()
+        result = beside(
+            Whole(case.block(), case.glue),
+            [batch(seed, length) for seed, length in enumerate(case.lengths)],
+            LAYOUTS[layout](),
+            before=case.before,
+            evaluated=[batch(99)],
+            rules=rules,
+        )
+        found[name, layout] = result, rules
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import whale as wh
+from tests.covering import part
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -185,15 +187,15 @@ def on_rank() -> dict[tuple[str, str], str | float]:
     torch.set_num_threads(1)
     wh.init()
     found: dict[tuple[str, str], str | float] = {}
-    for name, case in CASES.items():
+    for name, layout in part(product(CASES, LAYOUTS)):
+        case = CASES[name]
         want = plainly(case)
-        for layout in LAYOUTS:
-            try:
-                got = trained(case, layout)
-            except wh.WhaleError as error:
-                found[name, layout] = str(error)
-            else:
-                found[name, layout] = max(abs(a - b) for a, b in zip(got, want, strict=True))
+        try:
+            got = trained(case, layout)
+        except wh.WhaleError as error:
+            found[name, layout] = str(error)
+        else:
+            found[name, layout] = max(abs(a - b) for a, b in zip(got, want, strict=True))
     return found
 
 

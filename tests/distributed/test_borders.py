@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import whale as wh
+from tests.covering import part
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -419,18 +420,22 @@ def on_rank(layouts: list[tuple[tuple[int, int], int]]) -> dict[Any, str | float
     torch.set_num_threads(1)
     wh.init()
     found: dict[Any, str | float] = {}
-    for name, case in CASES.items():
+    every = [
+        (name, layout)
+        for name, case in CASES.items()
+        for layout in layouts
+        if case.get("only", lambda replicas, micro: True)(*layout)
+    ]
+    for name, (replicas, micro) in part(every):
+        case = CASES[name]
         want = plainly(case)
-        for replicas, micro in layouts:
-            if not case.get("only", lambda replicas, micro: True)(replicas, micro):
-                continue
-            try:
-                got = trained(case, replicas, micro)
-            except wh.WhaleError as error:
-                found[name, replicas, micro] = str(error)
-            else:
-                apart = max(abs(a - b) for a, b in zip(got, want, strict=True))
-                found[name, replicas, micro] = apart
+        try:
+            got = trained(case, replicas, micro)
+        except wh.WhaleError as error:
+            found[name, replicas, micro] = str(error)
+        else:
+            apart = max(abs(a - b) for a, b in zip(got, want, strict=True))
+            found[name, replicas, micro] = apart
     return found
 
 

@@ -30,6 +30,8 @@ from whale.errors import CheckpointError
 from whale.ir.sharding import WHOLE, Piece
 from whale.ir.virtual_device import micro_batch_cuts
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 ROWS = 7
 TOLERANCE = 1e-9
 SINGLE = Layout("single", 1, whole(wh.replicate))

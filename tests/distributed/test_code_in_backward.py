@@ -265,7 +265,7 @@ def on_rank(names: list[str], settings: Mapping[str, Any], dtype: str) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_exact_or_refused(kind: str, dtype: str) -> None:
     ranks = 2 if kind == "zero v2" else 1

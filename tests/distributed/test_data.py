@@ -30,11 +30,14 @@ from whale.errors import WhaleError
 from whale.ir.rows import needed_rows
 from whale.runtime.batch import LazyBatch, LocalBatch, num_rows, take_rows
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 SAMPLES = 20
 ROWS = 6  # the last batch has 2: fewer than replicas, and than micro-batches
 DIM = 5
 SGD = partial(torch.optim.SGD, lr=0.1)
 LAYOUT_NAMES = ("data-uneven", "accumulate-uneven", "widths", "data-pipeline-uneven")
+QUICK = ("accumulate-uneven", "data-pipeline-uneven")
 
 Sample = dict[str, Tensor]
 
@@ -134,7 +137,10 @@ def train_all_ways(layout_name: str, with_workers: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout_name", LAYOUT_NAMES)
+@pytest.mark.parametrize(
+    "layout_name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUT_NAMES],
+)
 def test_every_source_trains_as_the_whole_batch(layout_name: str) -> None:
     layout = LAYOUTS[layout_name]
     with_workers = layout_name == "accumulate-uneven"

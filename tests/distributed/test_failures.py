@@ -14,6 +14,8 @@ from torch import nn
 import whale as wh
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -69,6 +71,7 @@ def _train(how: str, staged: bool) -> str:
     return "trained"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("staged", [False, True], ids=["data", "pipeline"])
 @pytest.mark.parametrize(
     ("how", "said"),

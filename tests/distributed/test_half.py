@@ -17,6 +17,8 @@ from whale.runtime.collectives import packed, unpacked
 from whale.runtime.groups import Communicator
 from whale.runtime.half import HalfSums
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import whale as wh
+from tests.covering import part
 from tests.distributed.beside import beside
 from tests.ranks import run_ranks
 
@@ -113,20 +113,19 @@ REFUSED: dict[Inside, set[str]] = {
     centred: {"data", "split", "both", "stages"},
 }
 WAYS = ("value", "key", "length", "attribute", "part")
-IN_ALL_WAYS = (alone, softmax, by_rows)
 
 
 KINDS = (False, False, True, False, True)
 """Whether each of the batches is of the other kind."""
 
 
-def on_rank(full: bool) -> dict[tuple[str, str, str], str | float]:
+def on_rank() -> dict[tuple[str, str, str], str | float]:
     wh.init()
     torch.set_default_dtype(torch.float64)
     found: dict[tuple[str, str, str], str | float] = {}
-    for number, (inside, layout, how) in enumerate(product(REFUSED, LAYOUTS, WAYS)):
-        if not full and how != WAYS[0] and (inside not in IN_ALL_WAYS or number % 2):
-            continue
+    names = {inside.__name__: inside for inside in REFUSED}
+    for name, layout, how in part(product(names, LAYOUTS, WAYS), 2):
+        inside = names[name]
 
         def before(model: Whole, index: int, how: str = how) -> None:
             if how == "attribute":
@@ -146,9 +145,8 @@ def on_rank(full: bool) -> dict[tuple[str, str, str], str | float]:
     return found
 
 
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_other_kinds_of_batches_are_exact_or_refused(full: bool) -> None:
-    for found in run_ranks(2, on_rank, full, timeout=110.0):
+def test_other_kinds_of_batches_are_exact_or_refused() -> None:
+    for found in run_ranks(2, on_rank, timeout=110.0):
         for (inside, layout, how), result in found.items():
             refused = {f.__name__: where for f, where in REFUSED.items()}[inside]
             assert isinstance(result, str) == (layout in refused), (inside, layout, how, result)

@@ -15,6 +15,8 @@ import whale as wh
 from tests.ranks import run_ranks
 from whale.errors import PlanError
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 ROWS, CUT = 9, 6
 CLUSTER = """
 [[node]]

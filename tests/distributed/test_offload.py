@@ -15,6 +15,8 @@ from tests.distributed.test_zero import ADAMW, LAYOUTS, _worst, data, made, mode
 from tests.ranks import run_ranks
 from whale.runtime import moving, parking
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 TIERS = ("state", "weights", "update", "v0")
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 import whale as wh
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 WIDTH = 6
 STEPS = 3
 Factory = Callable[[Any], torch.optim.Optimizer]

@@ -17,6 +17,8 @@ from whale.engine.state.copies import in_precision
 from whale.ir.precision import Precision
 from whale.runtime.masters import split
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 STEPS = 4
 
 

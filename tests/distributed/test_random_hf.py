@@ -79,9 +79,9 @@ def check_hf(cases: list[tuple[str, str, bool]]) -> None:
 
 
 def test_hugging_face_with_checkpoints_and_dropout() -> None:
-    check_hf(HF_CASES)
+    check_hf(HF_CASES[:1])
 
 
 @pytest.mark.full
 def test_more_of_hugging_face() -> None:
-    check_hf(MORE_HF_CASES)
+    check_hf([*HF_CASES[1:], *MORE_HF_CASES])

@@ -156,6 +156,7 @@ def test_three_ranks() -> None:
     )
 
 
+@pytest.mark.full
 def test_nested() -> None:
     check(
         4,

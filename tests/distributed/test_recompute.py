@@ -17,6 +17,8 @@ from tests.ranks import RankFailure, run_ranks
 from whale.engine.recorder import record_step
 from whale.runtime.recomputed import RecomputedForward
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 WIDTH = 8
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 

@@ -19,6 +19,8 @@ from tests.parity.layouts import Layout
 from tests.ranks import run_ranks
 from whale.ir.virtual_device import micro_batch_cuts
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 ROWS, STEPS, WIDTH = 7, 4, 6
 OPTIMIZER = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
 

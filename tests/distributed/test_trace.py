@@ -12,6 +12,8 @@ from tests.parity.parity import ADAMW, ROWS
 from tests.ranks import run_ranks
 from whale.engine.recorder import record_step
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 
 def _trace(
     case_name: str, layout_name: str, zero: str = "", groups: int = 1, early: bool = False

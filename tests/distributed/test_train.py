@@ -14,6 +14,8 @@ from whale.training.folder import RunFolder, load_trained, start
 from whale.training.loop import train
 from whale.training.run import Run
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 WATCH = {
     "print_every": 1,
     "num_evaluated": 2,

@@ -24,6 +24,8 @@ from tests.parity.reference import greatest_entry, relative_error
 from tests.ranks import RankFailure, run_ranks
 from whale.errors import WhaleError
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 ROWS = 7
 STEPS = 3
 TOLERANCE = 1e-9

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import whale as wh
+from tests.covering import part
 from tests.ranks import run_ranks
 
 ROWS, LENGTH, IN, WIDTH, OUT = 8, 5, 6, 8, 4
@@ -344,18 +345,19 @@ def on_rank() -> dict[tuple[str, str], str | float]:
     torch.set_num_threads(1)
     wh.init()
     found: dict[tuple[str, str], str | float] = {}
-    for name, case in CASES.items():
+    every = [(name, layout) for name, case in CASES.items() for layout in case.get("layouts", ALL)]
+    for name, layout in part(every):
+        case = CASES[name]
         want = plainly(case)
-        for layout in case.get("layouts", ALL):
-            try:
-                got = by_whale(case, layout)
-            except wh.WhaleError as error:
-                found[name, layout] = str(error)
-            except Exception as error:  # noqa: BLE001 - seen in the parent
-                found[name, layout] = f"RAW {type(error).__name__}: {error}"
-            else:
-                pairs = zip(got, want, strict=True)
-                found[name, layout] = max(abs(a - b) / max(abs(b), 1.0) for a, b in pairs)
+        try:
+            got = by_whale(case, layout)
+        except wh.WhaleError as error:
+            found[name, layout] = str(error)
+        except Exception as error:  # noqa: BLE001 - seen in the parent
+            found[name, layout] = f"RAW {type(error).__name__}: {error}"
+        else:
+            pairs = zip(got, want, strict=True)
+            found[name, layout] = max(abs(a - b) / max(abs(b), 1.0) for a, b in pairs)
     return found
 
 

@@ -222,7 +222,7 @@ def cases() -> Iterator[Any]:
     for number, place in enumerate(PLACES):
         turn, last = kinds[number % 4], (9, 13, 20)[number % 3]
         layout = ("split", "mix")[number % 2]
-        slow = pytest.mark.full if number % 3 else ()
+        slow = pytest.mark.full if number % 7 else ()
         yield pytest.param(place, turn, last, layout, 1, True, marks=slow, id=f"{place}-{turn}")
     yield pytest.param("row", "heads", 12, "split", 1, True, id="heads")
     yield pytest.param("row", "rows", 9, "replicas", 1, True, id="rows-replicas")

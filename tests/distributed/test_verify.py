@@ -24,6 +24,8 @@ from whale.ir.plan import Plan
 from whale.runtime import executor
 from whale.verification import check
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 
 def cluster(num_ranks: int, speeds: tuple[float, ...] | None = None) -> Cluster:
     return Cluster(
@@ -73,6 +75,7 @@ AT_BUILD = ("inputs of two replicas swapped", "dropout keyed by the local row")
 def test_what_makes_parts_differ_is_refused_before(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WHALE_CHECK_PARTS", "1")
     fault = FAULTS[name]
     fault.plant(monkeypatch)
     try:

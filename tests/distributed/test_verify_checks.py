@@ -28,6 +28,8 @@ from whale.verification import check
 from whale.verification.compare import error_of, scales
 from whale.verification.feeds import CHECKS
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 
 def params(names: Iterable[str], quick: frozenset[str]) -> list[Any]:
     assert quick <= set(names)

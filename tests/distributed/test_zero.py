@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import whale as wh
 from tests.ranks import RankFailure, run_ranks
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 WIDTH = 6
 LEVELS = ("v0", "v1", "v2")
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

@@ -73,6 +73,7 @@ def generate(seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Spec:
         else (),
         autocast=pick.random() < 0.04,
         concat=not inside and not aux and pick.random() < 0.5,
+        memory=_memory(seed),
     )
     if "sparse-lookup" in blocks:  # few optimizers take sparse gradients, and no clipping does
         spec = spec.but(optimizer="sgd", max_norm=None)
@@ -92,6 +93,21 @@ def _usual(spec: Spec) -> Spec:
         eval_length=spec.length,
         autocast=False,
     )
+
+
+def _memory(seed: int) -> tuple[str, ...]:
+    """What saves memory, in half of the cases; drawn apart, so that the rest is as without."""
+    pick = random.Random(seed * 6007 + 5)
+    if pick.random() < 0.5:
+        return ()
+    found: list[str] = []
+    for kind in layouts.KINDS_OF_MEMORY:
+        words = [word for word in layouts.MEMORY if word.startswith(kind)]
+        if pick.random() < 0.5:
+            found.append(pick.choice(words))
+    if pick.random() < 0.3 and "host-activations" not in found:
+        found.append("host-activations")
+    return tuple(found)
 
 
 _UNUSUAL = ("object", "shared", "mutating")
@@ -158,6 +174,8 @@ def describe(spec: Spec) -> str:
         lines.append(
             f"  block {index}: {name}: {BLOCKS[name].says}" + (f" Then glue: {glue}." * bool(glue))
         )
+    if spec.memory:
+        lines.append(f"  memory: {', '.join(spec.memory)}")
     where = "in the model" if spec.inside else "as loss="
     lines.append(f"  loss {spec.loss} {where}; optimizer {spec.optimizer}, clip {spec.max_norm}")
     if spec.autocast:

@@ -84,6 +84,29 @@ RANKS: dict[str, tuple[int, ...]] = {
 }
 
 
+MEMORY: dict[str, dict[str, Any]] = {
+    "share-update": {"zero.level": "v0"},
+    "share-gradients": {"zero.level": "v1"},
+    "share-weights": {"zero.level": "v2"},
+    "host-state": {"offload.level": "state"},
+    "host-weights": {"offload.level": "weights"},
+    "host-update": {"offload.level": "update"},
+    "host-all": {"offload.level": "v0"},
+    "host-activations": {"offload.activations": True},
+    "again": {"gradient_checkpoint.type": "collection"},
+    "again-from-products": {
+        "gradient_checkpoint.type": "collection",
+        "gradient_checkpoint.keep": "products",
+    },
+    "apply-groups": {"optimizer.num_apply_group": 3},
+    "apply-early": {"optimizer.num_apply_group": 3, "optimizer.apply_in_backward": True},
+}
+"""Settings that save memory and change no number, by the word that a spec has for them."""
+
+KINDS_OF_MEMORY = ("share", "host", "again", "apply")
+"""Of each a spec has one word at most, and `host-activations` beside another."""
+
+
 def config(spec: Spec) -> dict[str, Any]:
     """The settings of a spec."""
     values: dict[str, Any] = {
@@ -97,6 +120,8 @@ def config(spec: Spec) -> dict[str, Any]:
         values["cluster.balance"] = "speed"
     if spec.max_norm is not None:
         values["optimizer.max_grad_norm"] = spec.max_norm
+    for word in spec.memory:
+        values |= MEMORY[word]
     if spec.layout == "auto":
         values["auto.auto_parallel"] = True
     return values

@@ -37,6 +37,8 @@ def smaller(spec: Spec) -> Iterator[Spec]:
     for index, name in enumerate(spec.glue):
         if name:
             yield spec.but(glue=(*spec.glue[:index], "", *spec.glue[index + 1 :]))
+    for index in range(len(spec.memory)):
+        yield spec.but(memory=spec.memory[:index] + spec.memory[index + 1 :])
     for key in (
         "speeds",
         "max_norm",
@@ -119,7 +121,8 @@ def search(
         counts[verdict.kind] += 1
         print(
             f"{seed:5d} {verdict.kind:13s} {verdict.seconds:5.1f}s {spec.layout:12s} "
-            f"x{spec.ranks} {','.join(spec.blocks)} | {spec.loss} | {verdict.what[:150]}",
+            f"x{spec.ranks} {','.join(spec.blocks)} | {spec.loss} | {','.join(spec.memory)} | "
+            f"{verdict.what[:150]}",
             flush=True,
         )
         line = {

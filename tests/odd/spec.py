@@ -40,6 +40,7 @@ class Spec:
         speeds: Of the devices, or empty for equal ones.
         autocast: Around every step, in float32; else all is float64.
         concat: Whether `evaluate` is asked for the model's outputs.
+        memory: What saves memory: names of `layouts.MEMORY`.
     """
 
     seed: int
@@ -67,6 +68,7 @@ class Spec:
     speeds: tuple[float, ...] = ()
     autocast: bool = False
     concat: bool = False
+    memory: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """One line, without what is as by default."""

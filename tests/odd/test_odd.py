@@ -237,6 +237,7 @@ def test_the_seeds_of_a_search_meet_every_word() -> None:
     assert {s.stem for s in specs} == set(STEMS)
     assert {s.optimizer for s in specs} == set(OPTIMIZERS)
     assert {s.schedule for s in specs} == {"gpipe", "1f1b", "interleaved", "zero-bubble"}
+    assert {word for s in specs for word in s.memory} == set(layouts.MEMORY)
     assert sum(must_work(s) for s in specs) > 5
 
 
@@ -296,7 +297,10 @@ def test_the_judge_knows_refusals() -> None:
     assert judge._verdict(hard, [report, _reports(easy)[0]])[0] == "crash"
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if i % 3 else ()) for i, name in enumerate(FOUND)],
+)
 def test_what_the_search_found(name: str) -> None:
     kind, given = FOUND[name]
     blocks = given["blocks"]

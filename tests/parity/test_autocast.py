@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 import whale as wh
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("untried")
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)

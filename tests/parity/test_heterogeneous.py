@@ -7,6 +7,8 @@ import pytest
 from tests.parity.layouts import HETEROGENEOUS
 from tests.parity.parity import compare
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 TOLERANCE = 1e-9
 PAIRS = [
     *(("gpt", name) for name in HETEROGENEOUS),

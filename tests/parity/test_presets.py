@@ -21,6 +21,8 @@ from tests.ranks import run_ranks
 from whale.ir.virtual_device import micro_batch_cuts
 from whale.models.registry import IGNORED, preset
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 ROWS = 7  # 4 and 3 for two replicas; 3, 2 and 2 for three micro-batches
 STEPS = 3
 TOLERANCE = 1e-9
@@ -99,6 +101,7 @@ def train(name: str, layout_name: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

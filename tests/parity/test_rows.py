@@ -8,6 +8,8 @@ import pytest
 
 from tests.parity.parity import compare
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 TOLERANCE = 1e-9
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from whale.ir.model_graph import Layer
-from whale.ir.plan import TRAVELLING, Plan
+from whale.ir.model_graph import Layer, item_bytes
+from whale.ir.plan import TRAVELLING, Plan, StageLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +52,13 @@ def parts_of(plan: Plan, taskgraph: int, rows: int) -> dict[int, Part]:
                 width = (high - low) / t.splits[0].cuts_of(index)[-1]
             found[rank] = Part(float(end - first), width, travelling)
     return found
+
+
+def packed_share(plan: Plan, layer: StageLayer) -> float:
+    """Bytes in which a byte of a token travels to its expert."""
+    tokens = plan.wire.tokens
+    if not tokens:
+        return 1.0
+    own = {home.dtype for home in plan.homes if home.name in layer.params}
+    computed = plan.precision.half or max(own, key=item_bytes, default=tokens)
+    return min(1.0, item_bytes(tokens) / item_bytes(computed))

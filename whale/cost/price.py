@@ -18,12 +18,12 @@ from whale.cost.crossing import Crossing, crossing_bytes
 from whale.cost.held import HeldParameters, Moved
 from whale.cost.memory import LayerBytes, StageBytes, device_bytes, layer_bytes, stage_bytes
 from whale.cost.messages import message_prices
-from whale.cost.parts import NOTHING, Part, parts_of
+from whale.cost.parts import NOTHING, Part, packed_share, parts_of
 from whale.cost.roles import groups_inside, ranks_that_differ, roles, stages_by_rank
 from whale.ir.expand import SubAction, layer_actions
 from whale.ir.homes import Bucket
 from whale.ir.model_graph import Layer, ModelGraph, assign_stages, item_bytes
-from whale.ir.plan import Plan, StageLayer, StagePlan
+from whale.ir.plan import TRAVELLING, Plan, StageLayer, StagePlan
 from whale.ir.prices import CONTENTION, DevicePrice, Prices, ReducePrice, StagePrice
 from whale.ir.schedule import Action
 from whale.ir.updates import RankStep, completing_layers, rank_step
@@ -333,6 +333,7 @@ class _Pricer:
             calls = self.calls[self.index[found.path]] if own is found else 1
             return (
                 action.share
+                * (packed_share(self.plan, layer) if self._rules.get(action.split) in TRAVELLING else 1.0)
                 * {
                     "input": own.read.at(rows) / calls,
                     "output": own.made.at(rows) / calls,
@@ -376,7 +377,8 @@ class _Pricer:
                 if len(bucket.sync.ranks) < 2 or key in seen:
                     continue
                 seen.add(key)
-                nbytes = sum(s.numel for s in bucket.slices) * item_bytes(bucket.dtype)
+                travels = self.plan.wire.gradients or bucket.dtype
+                nbytes = sum(s.numel for s in bucket.slices) * item_bytes(travels)
                 fabric = self.costs.fabric
                 reduce = fabric.reduce_scatter if bucket.zero else fabric.all_reduce
                 if bucket.zero > 2:

@@ -136,7 +136,7 @@ class Step:
         watches = config.check_parts and Branches.needed(plan, lowered)
         self._branches = Branches(plan, lowered, rank) if watches else None
         self._store = lowered.store
-        self._divides = config.communication.gradients_reduce_method == "mean"
+        self._divides = plan.wire.divides
         self.optimizer = prepare_updates(model, plan, lowered, optimizer, config)
         self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
         self._drift = Drift(model, plan, lowered, rank, changes)

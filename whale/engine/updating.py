@@ -34,10 +34,9 @@ def prepare_updates(
     cut = sorted(home.name for home in plan.homes if home.splits or home.zero)
     with lowered.store.masters.widened(lowered.store.kept, 0, rounds=False):
         made = _made(model, plan, lowered, factory, cut, config.optimizer.elementwise)
-    divides = config.communication.gradients_reduce_method == "mean"
     at_once = plan.num_ranks == plan.num_micro_batch == len(plan.stages) == 1
     executor = lowered.executor
-    executor.divides_ahead = divides and at_once
+    executor.divides_ahead = plan.wire.divides and at_once
     if plan.precision.loss_scale:
         says = config.amp.debug_log and lowered.store.rank == 0
         executor.loss_scale = LossScale(plan.precision, ahead=executor.divides_ahead, says=says)

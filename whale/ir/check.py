@@ -25,6 +25,7 @@ def check_plan(plan: Plan) -> Plan:
     )
     _check_numbers(plan)
     plan.precision.check()
+    plan.wire.check()
     _check_stages(plan)
     for taskgraph in plan.taskgraphs:
         _check_taskgraph(plan, taskgraph)

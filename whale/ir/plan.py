@@ -25,6 +25,7 @@ from whale.ir.schedule import Schedule
 from whale.ir.sharding import WHOLE, DimSharding, Piece
 from whale.ir.text import dumps, loads
 from whale.ir.virtual_device import VirtualDevice
+from whale.ir.wire import Wire
 
 SCHEMA = 1
 PREDICTED = (
@@ -247,6 +248,7 @@ class Plan:
     state_weights: tuple[int, ...] = ()
     """By rank, its weight in what copies share out; empty: equal ones."""
     precision: Precision = PLAIN
+    wire: Wire = Wire()
     early: bool = False
     """Whether apply groups are updated while the backward runs, where their gradients are there."""
     bucket_bytes: int = 25_000_000

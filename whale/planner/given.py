@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from whale.config import Config
 from whale.errors import PlanError, WhaleError
 from whale.ir.check import check_offers, check_plan, wider
 from whale.ir.deadlock import check_schedule
@@ -18,8 +19,10 @@ from whale.ir.plan import TRAVELLING, Home, Plan, SplitLayer, TaskGraphPlan
 from whale.planner.keep import check_kept
 from whale.planner.make_plan import groups_of, orders_of, stage_layers
 from whale.planner.outline import layers_of_stage
+from whale.planner.precision import precision_of
 from whale.planner.schedules import canonical_kind
 from whale.planner.splits import glue_params, has_rows, make_homes, read_whole, users_of
+from whale.planner.wire import wire_of
 
 _AGAIN = "make the plan again: wh.plan(model, ...), or `whale plan --json F`"
 
@@ -40,6 +43,20 @@ def check_given(plan: Plan, graph: ModelGraph) -> Plan:
             f"the plan holds a value of a wrong kind: {type(error).__name__}: {error}", hint=_AGAIN
         ) from error
     return plan
+
+
+def check_settings(plan: Plan, config: Config) -> None:
+    """Raises PlanError where the settings ask for other numbers than the plan's, which count."""
+    precision, wire = precision_of(config), wire_of(config)
+    for asked, has, keys in (
+        (precision, plan.precision, "amp"),
+        (wire, plan.wire, "communication"),
+    ):
+        if asked not in (has, type(asked)()):
+            raise PlanError(
+                f"the settings {keys}.* mean {asked}, but the plan was made with {has}",
+                hint=f"leave {keys}.* out, or make the plan again with these settings",
+            )
 
 
 # What code that counts on numbers and positions says of values that an editor put in their place.

@@ -45,6 +45,7 @@ from whale.planner.rules import choose_levels
 from whale.planner.schedules import rank_actions
 from whale.planner.shares import Shares
 from whale.planner.splits import cut, make_homes
+from whale.planner.wire import wire_of
 from whale.sim.simulate import simulate
 
 Scored = tuple[tuple[float, float], int, Candidate, Plan]
@@ -240,6 +241,7 @@ def _build(
         groups=(),
         schedule=found.schedule,
         precision=keeping.precision,
+        wire=wire_of(config),
         bucket_bytes=_bucket_bytes(graph, config),
         num_communicators=config.communication.num_communicators,
         strategy=_describe(found, placement),

@@ -25,7 +25,7 @@ from torch import nn
 
 from whale.errors import WhaleError
 from whale.runtime import recompute
-from whale.runtime.compat import enclosing_saved_hooks, in_backward
+from whale.runtime.compat import enclosing_saved_hooks, in_backward, outside_dispatch
 
 Fetch = Callable[[], Callable[[], dict[str, torch.Tensor]]]
 """Begins to bring a unit's parameters here; what it gives waits for them."""
@@ -87,7 +87,9 @@ class Unit:
 
     def _begin(self) -> None:
         if self._coming is None:
-            self._coming = self._fetch()
+            # A checkpoint that keeps some results follows what its forward computes: not this.
+            with outside_dispatch():
+                self._coming = self._fetch()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its parameters' values, whole."""
@@ -99,7 +101,8 @@ class Unit:
         assert self._coming is not None
         coming, self._coming = self._coming, None
         # A rehearsal computes in another dtype than the one it is kept in.
-        return {name: t.to(self.params[name].dtype) for name, t in coming().items()}
+        with outside_dispatch():
+            return {name: t.to(self.params[name].dtype) for name, t in coming().items()}
 
     def keep(self, name: str | None = None) -> dict[str, torch.Tensor]:
         """The same for a backward, until `drop`; at least the one of that name."""

@@ -144,7 +144,7 @@ def verify(
         folded = ""
         if planned.num_ranks > MAX_RANKS:
             planned, folded = _fold(own, planned, given, settings, own_batch, own_loss)
-        skipped = _not_made(wanted, own, settings)
+        skipped = _not_made(wanted, own, planned)
         task = Task(
             model=own,
             feeds=make_feeds(own_batch, steps, wanted - skipped.keys()),
@@ -209,14 +209,14 @@ def _check(model: nn.Module, batch: Any, steps: int) -> None:
 # ---- the checks ----------------------------------------------------------------------------------
 
 
-def _not_made(wanted: frozenset[str], model: nn.Module, config: Config) -> dict[str, str]:
+def _not_made(wanted: frozenset[str], model: nn.Module, plan: Plan) -> dict[str, str]:
     """The checks that are left out, and why."""
     found = dict.fromkeys(CHECKS.keys() - wanted, "not asked for")
     size = sum(p.numel() for p in model.parameters())
     if size > MAX_FOR_ALL_CHECKS:
         why = f"the model has {size:,} parameters, more than {MAX_FOR_ALL_CHECKS:,}"
         found |= dict.fromkeys(wanted - _CHEAP, why)
-    if config.communication.gradients_reduce_method == "sum":
+    if not plan.wire.divides:
         found["autocast"] = "gradients are summed, not averaged"
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         found["autocast"] = "the model is on the meta device"

@@ -153,7 +153,7 @@ class _Truth:
         if self.optimizer is None:
             self.reference.float32 = dtype == torch.float32
             self.optimizer = _made(task.make_optimizer(self.reference.float32), model)
-        if task.config.communication.gradients_reduce_method == "sum":
+        if not task.plan.wire.divides:
             self._multiply(step, batch)
         norm = clip(model, task.config.optimizer.max_grad_norm)
         gradients = gradients_of(model)
@@ -366,7 +366,7 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def one_rank_config(task: Task, *, reduce: str | None = None) -> Config:
     """The settings of the same training on one rank."""
-    method = reduce or task.config.communication.gradients_reduce_method
+    method = reduce or ("mean" if task.plan.wire.divides else "sum")
     return Config.from_dict(
         {
             **task.config.to_dict(),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import whale as wh
+from tests.covering import some
 from tests.parity import zoo
 from tests.parity.layouts import LAYOUTS
 from tests.unit.ir.test_plan import make
@@ -83,13 +84,13 @@ DATA = st.dictionaries(STRINGS, VALUES, max_size=5)
 
 
 @given(DATA)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=some(400), deadline=None)
 def test_every_json_value_comes_back(data: dict[str, Any]) -> None:
     assert same(again(data), data)
 
 
 @given(DATA, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=some(200), deadline=None)
 def test_a_damaged_text_is_read_or_refused(data: dict[str, Any], draw: st.DataObject) -> None:
     """Nothing but a PlanError that names a line, whatever was cut out or put in."""
     text = dumps(data, title="test")

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import whale as wh
+from tests.covering import some
 from whale.errors import WhaleError
 from whale.optim import adafactor
 from whale.runtime.hashing import key_of
@@ -24,7 +25,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some(40), deadline=None)
 @given(shape=SHAPES, options=OPTIONS, stretch=st.integers(1, 40))
 def test_it_computes_what_torchs_does(
     shape: tuple[int, ...], options: dict[str, object], stretch: int

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.covering import some
 from whale.config import Config
 from whale.ir.cluster import Cluster, Device, Node
 from whale.ir.model_graph import (
@@ -183,7 +184,7 @@ def test_copies_share_out_before_that_costs_more() -> None:
     assert any(h.zero for h in found.homes) or again(found)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some(40), deadline=None)
 @given(
     num_layers=st.integers(1, 7),
     sizes=st.lists(st.integers(750, 3000), min_size=1, max_size=3),

@@ -128,7 +128,10 @@ def train(case_name: str, layout_name: str, plans: list[dict[str, Any]]) -> list
     return results
 
 
-@pytest.mark.parametrize("layout_name", ["data-uneven", "tensor-uneven", "1f1b"])
+@pytest.mark.parametrize(
+    "layout_name",
+    ["tensor-uneven", *(pytest.param(x, marks=pytest.mark.full) for x in ("data-uneven", "1f1b"))],
+)
 def test_an_edited_plan_is_refused_or_computes_the_same(layout_name: str) -> None:
     plan, _ = planned("gpt", layout_name)
     plans = [json.loads(json.dumps(plan.to_dict())), *accepted("gpt", layout_name, 350)[:3]]

@@ -78,7 +78,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=pytest.mark.full if i % 2 else ()) for i, way in enumerate(WAYS)],
+)
 def test_the_bytes_of_a_plan_are_those_of_its_tensors(way: str) -> None:
     """What `cost` says is held all the time, beside what a Step of the plan has."""
     settings = {"zero.level": "", **WAYS[way]}

@@ -32,8 +32,13 @@ def preset_plan(name: str, rows: int, devices: str, **config: Any) -> Plan:
     ("name", "devices", "rows"),
     [
         ("bert-large", "1x2xV100-16GB+1x2xP100-16GB", (106, 112)),
-        ("m6-small", "1x2xV100-16GB+1x2xP100-16GB", (850, 994)),
-        ("resnet-50-100k", "1x1xV100-32GB+1x2xA100-40GB", (1000, 1100)),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("m6-small", "1x2xV100-16GB+1x2xP100-16GB", (850, 994)),
+                ("resnet-50-100k", "1x1xV100-32GB+1x2xA100-40GB", (1000, 1100)),
+            )
+        ),
     ],
 )
 def test_what_fits_in_equal_shares_fits_in_balanced_ones(name, devices, rows):

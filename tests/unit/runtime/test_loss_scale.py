@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.covering import some
 from whale.ir.precision import Precision
 from whale.runtime import loss_scale
 from whale.runtime.loss_scale import LossScale, overflow
@@ -14,7 +15,7 @@ from whale.runtime.loss_scale import LossScale, overflow
 DYNAMIC = Precision(autocast="float16", loss_scale=65536.0, dynamic=True)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=some(30), deadline=None)
 @given(overflows=st.lists(st.booleans(), max_size=60))
 def test_it_moves_as_torchs_does(overflows: list[bool]) -> None:
     scaler = torch.amp.GradScaler("cpu", growth_interval=5)

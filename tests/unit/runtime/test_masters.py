@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.covering import some
 from whale.ir.sharding import WHOLE, Piece
 from whale.runtime.masters import Halves, Masters, joined, rounded_by_chance, split
 
@@ -22,7 +23,7 @@ def odd_values(seed: int) -> Tensor:
     return values
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=some(20), deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_two_halves_are_the_same_bits(seed: int) -> None:
     values = odd_values(seed)
@@ -113,7 +114,7 @@ def test_small_updates_are_lost_without_a_master_and_kept_by_chance() -> None:
         assert (abs(mean - (1.0 - 20e-4)) < 3e-4) == moved, (kind, mean)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=some(25), deadline=None)
 @given(cut=st.integers(1, 8), column=st.integers(1, 6), seed=st.integers(0, 99))
 def test_every_cut_rounds_alike(cut: int, column: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.covering import some
 from whale.sim.finish import Runner, Sum, finish
 
 
@@ -82,7 +83,7 @@ def test_nothing_to_sum_takes_no_time() -> None:
 ends = st.lists(st.floats(0.1, 5.0), min_size=2, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=some(150), deadline=None)
 @given(
     ends=ends,
     parts=st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 1.0)), max_size=6),

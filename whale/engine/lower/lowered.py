@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from whale.config_groups import CommunicationConfig
 from whale.engine.capture.captured import Captured
 from whale.engine.lower.loss_parts import LossParts, loss_parts
 from whale.engine.lower.random import Surroundings, install_randomness, with_heads
@@ -33,11 +32,12 @@ from whale.ir.plan import Plan, SplitLayer, StageLayer
 from whale.ir.schedule import Action
 from whale.ir.sharding import Piece
 from whale.ir.updates import RankStep, rank_step
+from whale.ir.wire import Wire
 from whale.nn.batch_norm import OwnBatchNorm, install_synced
 from whale.nn.deferred import WeightQueue
 from whale.nn.forwards import replace_forward, take_hooks
 from whale.nn.inside import Inside, InsideForward
-from whale.nn.moe.courier import DTYPES, Courier
+from whale.nn.moe.courier import Courier
 from whale.nn.moe.layer import MoE, own_parts
 from whale.nn.moe.parallel import ExpertForward, MeetingForward, Replicas
 from whale.nn.moe.stacked import StackedForward
@@ -46,6 +46,7 @@ from whale.nn.router_losses import has_router_losses
 from whale.nn.shard import Shard
 from whale.nn.sharded import RowsAround, can_defer, defer_weights
 from whale.runtime import batch as batches
+from whale.runtime.buckets import DTYPES
 from whale.runtime.context import RowLayout, StepContext
 from whale.runtime.executor import Executor
 from whale.runtime.groups import Groups
@@ -109,7 +110,6 @@ def lower(
     device: torch.device,
     seed: int,
     timeout: timedelta,
-    communication: CommunicationConfig | None = None,
     outputs: frozenset[str] = frozenset(),
     changes: Changes | None = None,
     trial: Trial | None = None,
@@ -127,12 +127,11 @@ def lower(
     check_order(plan, captured.graph)
     check_offers(plan, captured.graph)
     context = StepContext(seed=seed)
-    communication = communication or CommunicationConfig()
-    groups = Groups(plan, rank, timeout, symmetric=communication.symmetric_memory)
+    groups = Groups(plan, rank, timeout, symmetric=plan.wire.symmetric)
     local, held = local_copy(model, plan, rank, device, seed)
     trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     planned = rank_step(plan, rank, actions, trainable)
-    store = ParameterStore(plan, rank, held, groups, planned, _half(communication), device, seed)
+    store = ParameterStore(plan, rank, held, groups, planned, _half(plan.wire), device, seed)
     modules = dict(local.named_modules(remove_duplicate=False))
     names = CallNames(context)
     shards = _install_splits(plan, rank, modules, groups, context, names, captured)
@@ -142,7 +141,7 @@ def lower(
     _install_units(modules, store)
     notes = rehearsal(local, held.pieces, context) if rehearsal is not None else []
     # Only now: what half precision rounds on the way is no fault of a split.
-    _install_couriers(plan, rank, modules, groups, DTYPES[communication.token_dtype])
+    _install_couriers(plan, rank, modules, groups, DTYPES.get(plan.wire.tokens))
     surroundings = install_randomness(local, plan, captured, names, shards)
     queue = _install_deferral(plan, local, captured)
     _install_units(modules, store)
@@ -156,7 +155,7 @@ def lower(
         context,
         trial,
         router_losses=has_router_losses(model),
-        divides=communication.gradients_reduce_method == "mean",
+        divides=plan.wire.divides,
     )
     stages = make_stages(plan, rank, local, captured, loss, outputs, surroundings, device, parts)
     executor = Executor(
@@ -188,10 +187,8 @@ def lower(
     )
 
 
-def _half(communication: CommunicationConfig) -> HalfSums | None:
-    if communication.fp16:
-        return HalfSums(torch.float16, communication.fp16_scale)
-    return HalfSums(torch.bfloat16, 1) if communication.bf16 else None
+def _half(wire: Wire) -> HalfSums | None:
+    return HalfSums(DTYPES[wire.gradients], wire.room) if wire.gradients else None
 
 
 def make_stages(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,14 @@ _NUMBERS = 4
 """Numbers given to one call of which each is looked at; then the 8th, 16th, ..."""
 _MOST = 4096
 """Forms or numbers of one call that are kept."""
-_MACHINERY = (str(Path(__file__).resolve().parents[2]), os.path.dirname(str(torch.__file__)))
+_WHALE = str(Path(__file__).resolve().parents[2])
+_MACHINERY = (_WHALE, os.path.dirname(str(torch.__file__)))
 _START = os.path.join("runtime", "executor.py")
+_EXPERTS = os.path.join(_WHALE, "nn", "moe", "")
+_DRAWS = tuple(
+    os.path.join(_WHALE, *parts)
+    for parts in (("nn", "draws.py"), ("nn", "dropout.py"), ("runtime", "hashing.py"))
+)
 _DEPTH = 3
 
 
@@ -42,6 +49,20 @@ class _Call:
 
     forms: set[Any] = field(default_factory=set)
     numbers: set[Any] = field(default_factory=set)
+
+
+class _Whose(Enum):
+    """Whose code a call comes from."""
+
+    USERS = auto()
+    EXPERTS = auto()
+    """Whale's own: sizes follow the routing of each batch, and only weights tell what runs."""
+    DRAWS = auto()
+    """Whale's own: numbers are those of the step."""
+    MACHINERY = auto()
+    """Other code of Whale's or torch's, which does what the user's asked for."""
+    START = auto()
+    """Where stages are called from."""
 
 
 class Footprints(TorchFunctionMode):
@@ -57,7 +78,7 @@ class Footprints(TorchFunctionMode):
         self._calls: dict[Any, _Call] = {}
         self._made = 0
         self._counted = False
-        self._foreign: dict[int, bool | None] = {}
+        self._foreign: dict[int, _Whose] = {}
 
     def start(self) -> None:
         """From here on, of the next forward."""
@@ -72,57 +93,77 @@ class Footprints(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        place = self._place()
+        whose, place = self._place()
+        if whose is _Whose.DRAWS:
+            return
+        form: list[Any] = []
+        numbers: list[Any] = []
+        if whose is _Whose.EXPERTS:
+            func = None
+            form += sorted(id(p) for p in (*args, *kwargs.values()) if isinstance(p, nn.Parameter))
+        else:
+            for value in args:
+                _describe(value, form, numbers, _DEPTH)
+            for key, value in kwargs.items():
+                form.append(key)
+                _describe(value, form, numbers, _DEPTH)
         call = self._calls.get((func, place))
         new = call is None
         if call is None:
             call = self._calls[func, place] = _Call()
             if not self._counted:
                 self._counted, self._made = True, self._made + 1
-        form: list[Any] = []
-        numbers: list[Any] = []
-        for value in args:
-            _describe(value, form, numbers, _DEPTH)
-        for key, value in kwargs.items():
-            form.append(key)
-            _describe(value, form, numbers, _DEPTH)
         new_form = _added(call.forms, tuple(form), _FORMS)
         new_number = _added(call.numbers, tuple(numbers), _NUMBERS)
         if self.news is None and (
             (new and rarely(self._made, _CALLS)) or (not new and (new_form or new_number))
         ):
-            name = getattr(func, "__name__", str(func))
+            name = getattr(func, "__name__", "wh.nn.MoE")
             what = "a call" if new else "other sizes or weights" if new_form else "another number"
             self.news = f"{what} of `{name}` at {_line()}"
 
-    def _place(self) -> tuple[int, int]:
-        """Where in the user's code this call is made, or in what calls a stage."""
+    def _place(self) -> tuple[_Whose, tuple[int, int]]:
+        """Where in the user's code this call is made, or in what calls a stage; and who makes it.
+
+        That is who is nearest to it.
+        """
         frame = sys._getframe(2)
         known = self._foreign
+        nearest = _Whose.USERS
         for _ in range(60):
             code = frame.f_code
-            own = known.get(id(code), 0)
-            if own == 0:
-                own = known[id(code)] = _is_users(code.co_filename)
-            if own:
-                return id(code), frame.f_lasti
-            if own is None or frame.f_back is None:
+            whose = known.get(id(code))
+            if whose is None:
+                whose = known[id(code)] = _whose(code.co_filename)
+            if whose is _Whose.USERS:
+                return nearest, (id(code), frame.f_lasti)
+            if whose is _Whose.DRAWS:
+                return whose, (0, 0)
+            if whose is _Whose.EXPERTS:
+                nearest = whose
+            if whose is _Whose.START or frame.f_back is None:
                 break
             frame = frame.f_back
-        return 0, 0
+        return nearest, (0, 0)
 
 
-def _is_users(filename: str) -> bool | None:
-    """Whether code of this file is the user's; None: it is where stages are called from."""
+def _whose(filename: str) -> _Whose:
     path = os.path.abspath(filename)
-    if path.startswith(_MACHINERY):
-        return None if path.endswith(_START) else False
-    return True
+    if not path.startswith(_MACHINERY):
+        return _Whose.USERS
+    if path.startswith(_EXPERTS):
+        return _Whose.EXPERTS
+    if path in _DRAWS:
+        return _Whose.DRAWS
+    return _Whose.START if path.endswith(_START) else _Whose.MACHINERY
+
+
+_ENDS = (_Whose.USERS, _Whose.START)
 
 
 def _line() -> str:
     frame: Any = sys._getframe(3)
-    while frame.f_back is not None and _is_users(frame.f_code.co_filename) is False:
+    while frame.f_back is not None and _whose(frame.f_code.co_filename) not in _ENDS:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -26,8 +26,6 @@ from torch import Tensor
 from whale.runtime import collectives
 from whale.runtime.groups import communicator
 
-DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Courier:
     """Carries rows between the members of `group`.

@@ -21,6 +21,8 @@ from whale.models.m6.objectives import caption, collate, draw, example_batch
 from whale.models.m6.pictures import patch_vectors
 from whale.models.m6.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 Batch = dict[str, Tensor]
 
 
@@ -204,10 +206,11 @@ def test_convolutions_see_the_picture_that_was_cut(config: M6Config) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "heads",
         "experts",
-        "stages",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("copies", "copies conv")),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("heads", "stages", "copies", "copies conv")
+        ),
     ],
 )
 def test_equal_to_one_device(config: M6Config, layout: str) -> None:
