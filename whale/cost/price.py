@@ -331,9 +331,10 @@ class _Pricer:
             own = alone.get(action.split, found)
             # A Layer's are of all its calls, a single module's of one.
             calls = self.calls[self.index[found.path]] if own is found else 1
+            travels = self._rules.get(action.split) in TRAVELLING
             return (
                 action.share
-                * (packed_share(self.plan, layer) if self._rules.get(action.split) in TRAVELLING else 1.0)
+                * (packed_share(self.plan, layer) if travels else 1.0)
                 * {
                     "input": own.read.at(rows) / calls,
                     "output": own.made.at(rows) / calls,

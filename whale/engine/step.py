@@ -27,6 +27,7 @@ from whale.engine.state.changes import Changes
 from whale.engine.state.outside import Watch
 from whale.engine.state.stillness import in_eval_mode
 from whale.engine.updating import OptimizerFactory, prepare_updates
+from whale.engine.watch.away import Away
 from whale.engine.watch.branches import Branches
 from whale.engine.watch.drift import Drift
 from whale.engine.watch.face import Face, bare
@@ -138,6 +139,7 @@ class Step:
         self._store = lowered.store
         self._divides = plan.wire.divides
         self.optimizer = prepare_updates(model, plan, lowered, optimizer, config)
+        self._away = Away(lowered.store, early=plan.early)
         self._outsiders = Outsiders(model, lowered.params, len(plan.stages))
         self._drift = Drift(model, plan, lowered, rank, changes)
         self._same_sizes = SameSizes(
@@ -204,6 +206,7 @@ class Step:
         """The actions on a batch."""
         lowered, executor = self._lowered, self._lowered.executor
         around = autocast(lowered.device, taken.signature.autocast)
+        around = self._away.around(around)
         around = around if self._branches is None else self._branches.around(around)
         stage = lambda: lowered.context.stage  # noqa: E731
         executor.around = self._kinds.around(around, taken.signature.training, stage)
@@ -311,6 +314,7 @@ class Step:
     def _evaluate(self, taken: Taken) -> dict[str, Any]:
         self._face.following.follow()
         self._settle()
+        self._store.refuse_writes()
         lowered = self._lowered
         lowered.context.step = evaluation_step(self.num_steps)
         with in_eval_mode(lowered.model):

@@ -76,7 +76,7 @@ class Keeping:
             num_groups=config.optimizer.num_apply_group,
             early=config.optimizer.apply_in_backward,
             precision=precision_of(config),
-            own=frozenset(name for layer in graph.layers for name in layer.own),
+            own=own_of(graph),
             trainable=frozenset(p.name for p in graph.parameters if p.trainable),
         )
 
@@ -132,6 +132,16 @@ class Keeping:
             fetched=self.fetched(p.name, num_stages=num_stages, zero=zero),
             precision=self.precision,
         )
+
+
+def own_of(graph: ModelGraph) -> frozenset[str]:
+    """Parameters that only the code of their Layer reads, while it runs.
+
+    Of a Layer that the batch did not lead to nobody knows who reads what.
+    """
+    ran = {node.layer for node in graph.nodes}
+    layers = (x for i, x in enumerate(graph.layers) if i in ran or not graph.nodes)
+    return frozenset(name for layer in layers for name in layer.own)
 
 
 def layers_of(graph: ModelGraph, pattern: str, setting: str) -> frozenset[str]:
@@ -197,6 +207,8 @@ def kept_so(plan: Plan, keeping: Keeping) -> Plan:
         return plan
 
     def moved(home: Home, copies: int) -> Home:
+        if not home.nbytes:
+            return home  # there is nothing to share out, and somebody must have it
         stages = len(home.stages)
         zero = keeping.level(home.name, num_stages=stages, copies=copies)
         return replace(
@@ -256,7 +268,7 @@ def check_kept(plan: Plan, graph: ModelGraph) -> None:
                 hint="make the plan again with gradient_checkpoint.layers",
             )
     sharing = Keeping(
-        own=frozenset(name for layer in graph.layers for name in layer.own),
+        own=own_of(graph),
         trainable=frozenset(p.name for p in graph.parameters if p.trainable),
         tiers={home.name: "weights" for home in plan.homes},
     )

@@ -247,6 +247,11 @@ def in_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
+def forward_mode() -> bool:
+    """Whether the code runs in forward-mode autograd (`torch.func.jvp`)."""
+    return bool(forward_ad._current_level >= 0)
+
+
 class SymmetricBuffer(Protocol):
     """What a rendezvous gives: the same buffer on every member."""
 

@@ -338,7 +338,7 @@ class Executor:
             self.before_backward(roots, flight.received.values())
         if roots:
             begun = self.clock.begin_compute()
-            with step_backward.run(), untouched(self.context.step, 1), _in_place_said():
+            with step_backward.run(), untouched(self.context.step, 1), _in_place_said(self.plan):
                 torch.autograd.backward(roots, seeds)
             self.clock.end_compute(begun, action.kind, stage, 1)
         for source, values in module.incoming.items():
@@ -461,13 +461,20 @@ def _detached(value: Any) -> Any:
 
 
 @contextmanager
-def _in_place_said() -> Iterator[None]:
+def _in_place_said(plan: Plan) -> Iterator[None]:
     """Around a backward: what a later forward wrote to is named as what it is."""
     try:
         yield
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
+        if plan.early:
+            raise WhaleError(
+                "a backward needs a weight as it was in the forward, by a use that autograd does "
+                "not count as its gradient (weight.detach(), a frozen view), when it is updated "
+                f"already (optimizer.apply_in_backward): {error}",
+                hint="leave optimizer.apply_in_backward out for this model",
+            ) from error
         raise WhaleError(
             "a tensor that a backward needs was written to in place; where a forward writes to a "
             "weight or a buffer (a slow copy that follows, a moving average), the next "

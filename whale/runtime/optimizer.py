@@ -28,6 +28,8 @@ _ELEMENTWISE = tuple(
     "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta Rprop ASGD SparseAdam".split()
 )
 
+_BY_TENSOR = ("Adafactor", "LBFGS", "Muon")
+"""Of torch's and ours, those that look at a parameter as a whole."""
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -266,14 +268,14 @@ def check_elementwise(
     known = type(optimizer).__name__ in _ELEMENTWISE and is_torchs(optimizer)
     if known or not split or promised:
         return
+    name = type(optimizer).__name__
+    hint = f"use an elementwise optimizer ({', '.join(_ELEMENTWISE[:4])}, ...)"
+    if name not in _BY_TENSOR:  # of these it would be false
+        hint += ", or promise it with Config optimizer.elementwise=True"
     raise WhaleError(
-        f"{type(optimizer).__name__} is not known to update every element by itself, and "
-        f"{len(split)} "
-        f"parameters are split ({split[0]}, ...)",
-        hint="use an elementwise optimizer ("
-        + ", ".join(_ELEMENTWISE[:4])
-        + ", ...), or promise it with "
-        "Config optimizer.elementwise=True",
+        f"{name} is not known to update every element by itself, and {len(split)} parameters are "
+        f"split ({split[0]}, ...)",
+        hint=hint,
     )
 
 
@@ -423,6 +425,26 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
         or torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks
     )
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> Any:
+    """What runs as its `step`, without what torch's schedulers put around it to count calls."""
+    found = vars(optimizer).get("step")
+    while getattr(found, "_wrapped_by_lr_sched", False):
+        found = getattr(found, "__wrapped__", None)
+    return getattr(found, "__func__", found) or type(optimizer).step
+
+
+def check_step(optimizer: torch.optim.Optimizer, before: Any) -> None:
+    """Refuses another `step` than the one at build, where a rank has some of the parameters."""
+    if own_step(optimizer) is not before:
+        raise WhaleError(
+            "the optimizer's step was exchanged after wh.parallelize; it would see only the "
+            "parameters that this rank holds or one of several groups of them, and gradients of "
+            "shards",
+            hint="clip with Config optimizer.max_grad_norm, exchange it in the factory that is "
+            "given to wh.parallelize; anything over all parameters needs a plan of replicas alone",
+        )
 
 
 def check_no_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -8,15 +8,17 @@ backward. Parameters stay where they are; so do small tensors, which cost more t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from whale.errors import WhaleError
 from whale.runtime import recompute
-from whale.runtime.compat import enclosing_saved_hooks, in_backward
+from whale.runtime.compat import enclosing_saved_hooks, in_backward, in_transform
 from whale.runtime.moving import HostMemory, Mover
 
 SMALL_BYTES = 1 << 16
@@ -114,7 +116,8 @@ class ParkedForward:
         if not torch.is_grad_enabled() or in_backward() or recompute.rerunning():
             return self.forward(*args, **kwargs)
         garage, outer = self.garage, enclosing_saved_hooks()
-        if outer is not None:  # a checkpoint around it keeps nothing of its inside
+        # A checkpoint around it keeps nothing of its inside; torch.func takes no such hooks.
+        if outer is not None or in_transform():
             return self.forward(*args, **kwargs)
         run = garage.run()
         here = frozenset(
@@ -129,5 +132,20 @@ class ParkedForward:
         def unpack(packed: Any) -> torch.Tensor:
             return garage.back(*packed) if isinstance(packed, tuple) else packed
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with _transforms_said(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return self.forward(*args, **kwargs)
+
+
+@contextmanager
+def _transforms_said() -> Iterator[None]:
+    """Around a Layer: torch.func inside of it says what it cannot do in the user's words."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise WhaleError(
+            "a Layer uses torch.func, under which what it keeps for its backward cannot be moved "
+            f"to the host: {str(error).splitlines()[0]}",
+            hint="leave the Layer out of offload.layers, or offload.activations out",
+        ) from error

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from whale.errors import WhaleError
 from whale.ir.homes import Slice, Sync, rank_slices
 from whale.ir.keeping import shared
 from whale.ir.plan import Plan
@@ -185,6 +186,10 @@ class ParameterStore:
 
         return Unit(path, params, fetch)
 
+    def unit_of(self, name: str) -> Unit | None:
+        """What brings a parameter that is not here; None: nothing does."""
+        return self._unit_of.get(name)
+
     def present(self) -> dict[str, nn.Parameter]:
         """What this rank computes with, as far as it is here between steps."""
         return {name: p for name, p in self.params.items() if name not in self.absent}
@@ -196,6 +201,7 @@ class ParameterStore:
             self._outlived.popleft().drop()
         for unit in self.units.values():
             unit.changed.clear()
+        self.refuse_writes()
         self.grads.begin()
         self.updater.begin(before, may_begin, step)
 
@@ -262,10 +268,27 @@ class ParameterStore:
         kept = self.kept.get(name)
         return None if kept is None else kept.grad
 
+    def refuse_writes(self) -> None:
+        """A script may write to what the optimizer holds: what computes would not hear of it."""
+        for name, version in self._versions.items():
+            if self.kept[name]._version != version:
+                raise WhaleError(
+                    f"{name} was written to between two steps, by way of the optimizer's "
+                    "parameters; what computes with it is another tensor (zero.level, amp.level, "
+                    "offload.level), which does not follow",
+                    hint="change weights with step.load_state_dict(...)",
+                )
+
+    def _note_versions(self) -> None:
+        """What others compute with a copy of, by how often it was written to."""
+        copied = (name for name in self._apart if name not in self.absent)
+        self._versions = {name: self.kept[name]._version for name in copied}
+
     def publish(self, names: AbstractSet[str] | None = None) -> None:
         """What is kept has changed: brings it to all that compute with it; None: all of it."""
         self.renew(names)
         self.share(names)
+        self._note_versions()
 
     @torch.no_grad()
     def renew(self, names: AbstractSet[str] | None = None) -> None:
@@ -308,11 +331,14 @@ class ParameterStore:
                 if not self.streamed.isdisjoint(unit.params):
                     unit.outlives = self._outlives
         self.grads.watch()
+        self._note_versions()
 
     def apply(self, update: Update, add: Add) -> dict[str, Any]:
         """Updates a group's parameters by their gradients; says what there is to say of it."""
         self.wait()
-        return self.updater.apply(update, add)
+        says = self.updater.apply(update, add)
+        self._note_versions()
+        return says
 
     def forget(self) -> None:
         """Ranks have parted: nothing that others have begun is waited for."""

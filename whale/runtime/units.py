@@ -25,7 +25,12 @@ from torch import nn
 
 from whale.errors import WhaleError
 from whale.runtime import recompute
-from whale.runtime.compat import enclosing_saved_hooks, in_backward, outside_dispatch
+from whale.runtime.compat import (
+    enclosing_saved_hooks,
+    forward_mode,
+    in_backward,
+    outside_dispatch,
+)
 
 Fetch = Callable[[], Callable[[], dict[str, torch.Tensor]]]
 """Begins to bring a unit's parameters here; what it gives waits for them."""
@@ -154,6 +159,11 @@ class Unit:
         """Nothing is waited for any more: what is on its way holds on to connections."""
         self._coming = None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether its parameters hold their values now."""
+        return self._depth > 0
+
     @contextmanager
     def here(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """Inside, its parameters hold their values."""
@@ -164,6 +174,12 @@ class Unit:
             finally:
                 self._depth -= 1
             return
+        if forward_mode():
+            raise WhaleError(
+                f"{self.name or 'the model'} runs inside forward-mode differentiation "
+                "(torch.func.jvp), where its weights cannot be brought to it",
+                hint="leave zero.level below v2, and weights out of offload.level",
+            )
         found = self.keep() if in_backward() else self.tensors()
         self._depth = 1
         absent = {name: param.data for name, param in self.params.items()}

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from whale.errors import WhaleError
 from whale.ir.updates import Update
 from whale.runtime.absent import Presence
 from whale.runtime.grads import GradientBuckets
@@ -33,9 +34,11 @@ from whale.runtime.masters import Masters
 from whale.runtime.optimizer import (
     check_no_hooks,
     check_parameters,
+    check_step,
     has_hooks,
     is_torchs,
     only,
+    own_step,
     widens_itself,
 )
 from whale.runtime.state_tier import StateTier
@@ -105,7 +108,8 @@ class Updater:
         self.ahead, self.in_pieces, self.max_norm = ahead, in_pieces, max_norm
         self.loss_scale = loss_scale
         self._presence = Presence(trainable, store.params, store.device)
-        self._members = self._num_members()
+        self._members = self._all_members()
+        self._own_step = own_step(optimizer)
         self._narrow = all(p.dtype.itemsize <= 4 for p in store.kept.values())
         self._state = StateTier(optimizer, store.kept, waiting, store.device) if waiting else None
         self._order = sorted(groups)
@@ -139,6 +143,10 @@ class Updater:
             factor = self._before()
             self._factor = torch.ones_like(factor) if self.ahead else factor
         return self._factor
+
+    def is_done(self, name: str) -> bool:
+        """Whether a parameter is updated already in the step that runs."""
+        return any(name in self.groups[number] for number in self._done)
 
     def settle(self) -> None:
         """Before anybody reads the optimizer's state."""
@@ -257,13 +265,22 @@ class Updater:
         """A script may have hung something on it, or added parameters, since the last step."""
         if self.in_pieces:
             check_no_hooks(self.optimizer)
-        members = self._num_members()
-        if members != self._members:
-            check_parameters(self.optimizer, list(self.store.kept.items()))
-            self._members = members
+            check_step(self.optimizer, self._own_step)
+        members = self._all_members()
+        if members == self._members:
+            return
+        check_parameters(self.optimizer, list(self.store.kept.items()))
+        if self.in_pieces and not self._members <= members:
+            raise WhaleError(
+                "the optimizer's groups lost parameters after wh.parallelize; ranks hold different "
+                "parts of the model, so what is left of a list is not the same on all of them",
+                hint="leave parameters out in the factory that is given to wh.parallelize, or set "
+                "the group's lr to 0",
+            )
+        self._members = members
 
-    def _num_members(self) -> int:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+    def _all_members(self) -> set[int]:
+        return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
 
     def _update(self, factor: torch.Tensor | None, names: frozenset[str]) -> None:
         """One step of the optimizer on gradients times `factor`."""
@@ -271,7 +288,8 @@ class Updater:
         if factor is None or not self._divides():
             if factor is not None:
                 self.store.grads.scale(factor, names)
-            optimizer.step()
+            with torch.no_grad():  # one of the user's may leave it out: gradients are views here
+                optimizer.step()
             return
         # As torch's GradScaler hands it over.
         vars(optimizer)["grad_scale"] = (1.0 / factor).float().reshape(())

@@ -22,4 +22,4 @@ def recompute_layers(
     for path, keep in again.items():
         module = modules[path]
         moved = moved_in(module, path, changes)
-        replace_forward(module, RecomputedForward(take_hooks(module), moved, keep))
+        replace_forward(module, RecomputedForward(take_hooks(module), module, path, moved, keep))

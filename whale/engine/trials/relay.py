@@ -179,8 +179,9 @@ class Team:
         training: bool,
         size: int,
     ) -> None:
-        assert captured.program is not None
-        self.parts, self.specs, self.training = parts, captured.program.specs, training
+        assert captured.program is not None or not parts
+        self.specs = list(captured.program.specs) if captured.program else []
+        self.parts, self.training = parts, training
         self.dims = captured.random.dims
         copies = size * len(parts) <= MOST_COPIED
         self.model = with_noise(copied(model)) if size <= MOST_COPIED else model

@@ -36,7 +36,7 @@ STEPS = 2
 """Steps that are watched: a tensor that outlives its forward is seen in both."""
 
 # Of a tensor's looks, not of its values.
-_LOOKS = frozenset(
+LOOKS = frozenset(
     "shape dtype device ndim requires_grad is_leaf is_cuda is_meta is_sparse is_quantized layout "
     "grad_fn names size dim numel stride is_floating_point is_complex is_contiguous element_size "
     "__len__ nelement get_device itemsize nbytes _version is_cpu is_nested __hash__".split()
@@ -74,12 +74,12 @@ class _Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         for tensor in tensors_in((args, kwargs)):
             name = self.named.get(id(tensor))
-            if name is not None and _name(func) not in _LOOKS:
+            if name is not None and name_of(func) not in LOOKS:
                 raise stale(name, user_line())
         return func(*args, **kwargs)
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     """Of a function, or of the property that a getter reads."""
     name = getattr(func, "__name__", "")
     return str(getattr(getattr(func, "__self__", None), "__name__", "") if "get" in name else name)
