@@ -54,7 +54,7 @@ def grouped(
     return found
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("layout", ["one", "data", "stages"])
@@ -191,7 +191,7 @@ def apart(level: str, layout: str, tier: str) -> float:
     return found
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tier", ["", "state", "weights", "update"])
 @pytest.mark.parametrize("layout", APART)
 @pytest.mark.parametrize("level", ["", "v0", "v1", "v2"])

@@ -167,6 +167,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("case_name", "first", "second", "optimizer"),
     [

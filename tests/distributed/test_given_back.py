@@ -105,6 +105,7 @@ def counted(place: str, layout: str) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("place", COUNTS)
 def test_what_a_forward_counts_is_read_and_reset_by_the_script(place: str) -> None:
     for found in run_ranks(2, counted, place, "split" if place == "dict" else "data"):

@@ -57,7 +57,7 @@ def trained(
     return found
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("zero", ["", "v1", "v2"])

@@ -148,6 +148,7 @@ def routed(odd: str, layout: str) -> str | float:
     return beside(model, [batch(rows=8, seed=i) for i in range(3)], annotations)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", ["split", "across"])
 @pytest.mark.parametrize("odd", ["", "small weights", "capacity", "squared", "a number", "many"])
 def test_experts_take_each_choice_by_itself_or_are_refused(odd: str, layout: str) -> None:

@@ -109,7 +109,7 @@ CASES = [
 ]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", ["", "v1", "v2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["autocast", "float32", "split"])

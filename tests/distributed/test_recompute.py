@@ -165,7 +165,7 @@ def trained(kind: str, layout: str, keep: str, more: dict[str, Any]) -> dict[str
     }
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", ["", "v2"])
 @pytest.mark.parametrize("activations", [False, True])
 @pytest.mark.parametrize("keep", ["inputs", "products"])
@@ -191,7 +191,7 @@ def recorded(kind: str, layout: str, keep: str) -> tuple[list[str], list[str]]:
     return [str(item) for item in planned], [str(item) for item in seen]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", ["inputs", "products"])
 @pytest.mark.parametrize("kind", ["plain", "norm", "experts"])
 @pytest.mark.parametrize("layout", ["data", "split", "stages"])

@@ -288,6 +288,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 def test_state_is_what_one_device_leaves(layout_name: str) -> None:
     layout = LAYOUTS[layout_name]

@@ -97,6 +97,7 @@ QUICK = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("case", "layout"),
     [

@@ -29,6 +29,7 @@ def on_rank(run: Run, path: str, resume: bool, until: int | None) -> None:
     train(run, RunFolder(Path(path)), resume=resume, until=until)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", ["data", "expert"])
 def test_two_ranks_are_one(tmp_path: Path, layout: str):
     run = tiny_run(watch=WATCH, parallel={"layout": layout, "num_ranks": 2})

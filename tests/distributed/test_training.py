@@ -247,6 +247,7 @@ def train_with_labels(layout_name: str, mask: str) -> dict[str, Any]:
     return train(layout_name, mask=mask)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mask", ["holes", "first only"])
 @every_layout
 def test_parts_without_any_label(layout_name: str, mask: str) -> None:

@@ -53,6 +53,7 @@ def verify(case: Case, **more: Any) -> wh.Verdict:
 # ---- plans that are right ------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_true_plan_is_equal(name: str) -> None:
     verdict = verify(CASES[name])
@@ -85,6 +86,7 @@ def test_what_makes_parts_differ_is_refused_before(
     assert "in two parts" in said
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -15,7 +15,7 @@ from tests.odd.spec import Spec
 from tests.odd.vocabulary import BLOCKS
 
 QUICK = (
-    1016, 1076, 1282, 1426, 1604, 1709, 3115, 3442,
+    1016, 1282, 1426, 1709, 3442,
 )  # fmt: skip
 """Seeds that meet every kind of layout and most words in some seconds."""
 
@@ -299,7 +299,7 @@ def test_the_judge_knows_refusals() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full if i % 3 else ()) for i, name in enumerate(FOUND)],
+    [pytest.param(name, marks=pytest.mark.full if i % 4 else ()) for i, name in enumerate(FOUND)],
 )
 def test_what_the_search_found(name: str) -> None:
     kind, given = FOUND[name]

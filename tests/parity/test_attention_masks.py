@@ -160,7 +160,7 @@ WHOLE.append("eager: no Linears")  # nothing of it can be split
 
 
 def test_a_part_of_the_heads_or_columns() -> None:
-    check(SMALL[::8], "split-uneven")
+    check(SMALL[::16], "split-uneven")
 
 
 @pytest.mark.full

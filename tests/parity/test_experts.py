@@ -9,7 +9,7 @@ import pytest
 from tests.parity.expert_zoo import EXPERT_LAYOUTS
 from tests.parity.parity import compare_in_group, grouped
 
-pytestmark = pytest.mark.usefixtures("untried")
+pytestmark = pytest.mark.usefixtures("untried_if_quick")
 
 TOLERANCE = 1e-9
 ROUTERS = ("top-k/1", "top-k/2", "prototype/2", "expert-choice/2")

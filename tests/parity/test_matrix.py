@@ -10,6 +10,8 @@ from tests.parity.parity import compare_in_group, compare_with_one_rank, grouped
 from tests.parity.zoo import CASE_NAMES
 from tests.ranks import RankFailure, run_ranks
 
+pytestmark = pytest.mark.usefixtures("untried_if_quick")
+
 TOLERANCE = 1e-9
 CHOSEN = set(pairwise())
 # At least 90 % of the parameters of a split TaskGraph that holds whole blocks are truly split.
@@ -70,6 +72,7 @@ DROPOUT = [
 ]
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize(
     ("case", "layout"),
     [

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("untried")
 TOLERANCE = 1e-9
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("layout", "rows", "more"),
     [

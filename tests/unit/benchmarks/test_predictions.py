@@ -38,6 +38,7 @@ def tf32():
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("profile", "run", "experiment", "name", "side"), measured())
 def test_time_and_memory_are_predicted(profile, run, experiment, name, side):
     size = SIZES["gpu"][experiment]

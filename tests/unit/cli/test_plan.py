@@ -426,6 +426,7 @@ def test_a_model_of_ones_own(run: Run) -> None:
 
 
 @pytest.mark.parametrize("preset", ["gpt-nano", pytest.param("gpt-tiny", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_plan_for_cpus_runs_and_is_equal_to_one_device(run: Run, preset: str) -> None:
     words = [preset, "--cluster", "1x4xCPU", "--stages", "2", "--micro-batches", "2"]
     assert run("plan", *words, "--json", "p.json")[0] == 0

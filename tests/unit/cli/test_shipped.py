@@ -40,6 +40,7 @@ def test_every_preset_is_shipped() -> None:
     assert shipped.load("no-such-preset") is None
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [*CHEAP, "gnmt", "resnet-50-100k"])
 def test_shipped_graphs_are_what_a_capture_gives(name: str) -> None:
     assert shipped.load(name) == captured(name), REGENERATE

@@ -26,6 +26,7 @@ def make(case_name: str, layout_name: str) -> Plan:
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if ("gpt", n) not in REFUSED])
 def test_plans_round_trip_and_obey_the_law(layout: str) -> None:
     plan = make("gpt", layout)

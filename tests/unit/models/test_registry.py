@@ -51,6 +51,7 @@ def test_all_are_there_under_their_own_names() -> None:
         assert callable(optimizer_factory(made.optimizer))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "name",
     # Hundreds of Layers, of the kinds that smaller ones have: seconds each.

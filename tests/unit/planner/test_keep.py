@@ -78,6 +78,7 @@ WAYS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "way",
     [pytest.param(way, marks=pytest.mark.full if i % 2 else ()) for i, way in enumerate(WAYS)],
