@@ -77,6 +77,8 @@ def generate(seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4)) -> Spec:
     )
     if "sparse-lookup" in blocks:  # few optimizers take sparse gradients, and no clipping does
         spec = spec.but(optimizer="sgd", max_norm=None)
+    if "apply-early" in spec.memory:  # the norm is known when all gradients are
+        spec = spec.but(max_norm=None)
     if spec.autocast:  # rounding is large, and others divide by what it leaves of a zero
         spec = spec.but(optimizer="sgd")
     return _usual(spec) if mild else spec
