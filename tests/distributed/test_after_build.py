@@ -76,6 +76,30 @@ class ReadsLater(Net):
         return h * self.middle.weight.detach().abs().mean() if self.late else h
 
 
+class Parts(nn.Module):
+    """A Layer of two, one of which others call too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(F.relu(self.inner(x)))
+
+
+class CallsAPart(Net):
+    """A part of a Layer, outside of it, later."""
+
+    def __init__(self) -> None:
+        super().__init__(Parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        h = self.middle(h) + (self.middle.inner(h) if self.late else 0.0)
+        return self.last(torch.tanh(h))
+
+
 class LooksOnly(Net):
     """Shapes and dtypes may be asked for at any time."""
 
@@ -198,6 +222,7 @@ MODELS: dict[str, Callable[[], Net]] = {
     "a Layer in evaluation": EvaluatesMore,
     "a read in evaluation": ReadsInEvaluation,
     "a read later": ReadsLater,
+    "a part": CallsAPart,
     "looks": LooksOnly,
     "other weights": Called,
     "an observer": partial(Net, Observer),
@@ -215,6 +240,7 @@ CASES: dict[str, tuple[tuple[Mapping[str, Any], str], ...]] = {
     "a Layer in evaluation": ((SHARED, EXACT), (MOVED, EXACT)),
     "a read in evaluation": ((SHARED, "middle.weight is read"), (MOVED, "middle.weight is read")),
     "a read later": ((MOVED, "middle.weight is read"), (EARLY, EXACT)),
+    "a part": ((SHARED, "there only while it runs"), (MOVED, "middle.inner.weight is read")),
     "looks": ((SHARED, EXACT), (MOVED, EXACT), (EARLY, EXACT)),
     "other weights": ((AGAIN, EXACT), (PRODUCTS, EXACT)),
     "an observer": ((AGAIN, "changes middle.size"), (EARLY, EXACT)),
@@ -236,7 +262,7 @@ def data(seed: int) -> tuple[Tensor, Tensor]:
 Script = Callable[[Any, torch.optim.Optimizer, int], None]
 
 
-def far(name: str, config: Mapping[str, Any], script: Script) -> float:
+def far(name: str, config: Mapping[str, Any], script: Script, *, split: bool = False) -> float:
     """Of losses, evaluated ones and weights from those of plain torch."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -258,7 +284,7 @@ def far(name: str, config: Mapping[str, Any], script: Script) -> float:
             wanted.append(F.mse_loss(plain(data(9)[0]), data(9)[1]).item())
         plain.train()
     step = wh.parallelize(
-        wh.annotate(net, {"": wh.replicate()}),
+        wh.annotate(net, {"": (wh.replicate(4), wh.split(2)) if split else wh.replicate()}),
         optimizer=SGD,
         loss=F.mse_loss,
         batch=data(0),
@@ -279,9 +305,11 @@ def later(net: Any, optimizer: torch.optim.Optimizer, index: int) -> None:
     switch(net, index)
 
 
-def on_rank(name: str, config: Mapping[str, Any], script: str) -> float | str:
+def on_rank(
+    name: str, config: Mapping[str, Any], script: str, *, split: bool = False
+) -> float | str:
     try:
-        return far(name, config, SCRIPTS[script])
+        return far(name, config, SCRIPTS[script], split=split)
     except wh.WhaleError as error:
         return str(error)
 
@@ -304,6 +332,17 @@ def _cases() -> list[Any]:
             words = "-".join(map(str, config.values())) or "plain"
             found.append(pytest.param(ranks, name, config, said, id=f"{name}-{words}"))
     return found
+
+
+def split_on_rank(name: str, config: Mapping[str, Any]) -> float | str:
+    return on_rank(name, config, "later", split=True)
+
+
+def test_a_part_of_a_split_is_read_where_it_is_away() -> None:
+    """Four ranks: two copies of each shard; it is our module that reads the weight there."""
+    for found in run_ranks(4, split_on_rank, "a part", SHARED):
+        assert isinstance(found, str), found
+        assert "middle.inner" in found or "rank" in found, found
 
 
 @pytest.mark.parametrize(("ranks", "name", "config", "said"), _cases())

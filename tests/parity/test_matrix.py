@@ -72,7 +72,6 @@ DROPOUT = [
 ]
 
 
-@pytest.mark.every(1)
 @pytest.mark.parametrize(
     ("case", "layout"),
     [

@@ -138,16 +138,21 @@ def _parameters(values: Any) -> Iterator[nn.Parameter]:
 
 
 def _is_users() -> bool:
-    """Whether who calls torch is the user's code, by itself or through torch's modules."""
+    """Whether who calls torch is code of the model, by itself or through a module of torch or ours.
+
+    Else it is what brings the weights, updates them and keeps what a backward needs.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         code = frame.f_code
         if code.co_name == "__torch_function__" or code.co_filename.startswith(_BETWEEN):
             continue
-        return not code.co_filename.startswith(_WHALE)
+        return not code.co_filename.startswith(_MACHINERY)
     return True
 
 
-_WHALE = str(Path(__file__).resolve().parents[2])
+_MACHINERY = tuple(
+    os.path.join(Path(__file__).resolve().parents[2], name, "") for name in ("runtime", "engine")
+)
 _BETWEEN = (os.path.dirname(str(torch.__file__)), str(functools.__file__), str(contextlib.__file__))
