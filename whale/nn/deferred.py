@@ -11,7 +11,8 @@ queue.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,16 @@ class WeightQueue:
 
     def __init__(self) -> None:
         self.waiting: deque[Later] = deque()
+        self.idle = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, nothing is put off: for a run whose gradients are nobody's update."""
+        before, self.idle = self.idle, True
+        try:
+            yield
+        finally:
+            self.idle = before
 
     def push(self, work: Later) -> None:
         """Adds the weight gradients of one module."""
@@ -101,7 +112,9 @@ def deferred(
     """`fn(x)`, whose gradients for `weights` wait in `queue`; without a queue, plainly `fn(x)`."""
     trainable = tuple(w for w in weights if w.requires_grad)
     # A checkpoint recomputes for every graph that asks for what it saved, and this one is apart.
-    if queue is None or not trainable or not torch.is_grad_enabled() or recompute.inside():
+    if queue is None or queue.idle or not trainable:
+        return fn(x)
+    if not torch.is_grad_enabled() or recompute.inside():
         return fn(x)
     if not all(w.is_leaf for w in trainable) or in_transform():
         # `torch.func.functional_call` puts what was computed from a weight in its place: its

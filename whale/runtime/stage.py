@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -95,4 +96,8 @@ class DeferredWork(Protocol):
 
     def take(self) -> Sequence[WeightGradient]:
         """What the backward just run left."""
+        ...
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside, nothing is left for later."""
         ...

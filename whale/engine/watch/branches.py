@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +162,9 @@ class Branches:
         context.first_row, context.rows = low, high - low
         rows = batches.take_rows(batch, low, high, self.lowered.device)
         loss = getattr(self.lowered.stages.modules[0], "loss", None)
-        with _untouched(self.lowered.model), as_it_was(self.lowered.model, loss):
+        queue = self.lowered.executor.queue
+        aside = nullcontext() if queue is None else queue.aside()
+        with _untouched(self.lowered.model), as_it_was(self.lowered.model, loss), aside:
             with around():
                 out = self.lowered.stages.modules[0].forward(rows, {}, high - low)
             assert out.loss is not None
