@@ -18,11 +18,12 @@ import whale as wh
 from benchmarks.slowest import seconds
 from benchmarks.token_travel import PER_NODE, WAYS
 from whale.ir.levels import all_level_groups, level_groups
-from whale.nn.moe.courier import DTYPES, Courier
+from whale.nn.moe.courier import Courier
 from whale.runtime import groups
 from whale.runtime.groups import Communicator
 
 WIDTH, REPEATS = 256, 15
+DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def couriers(rank: int, count: int) -> dict[str, Courier]:
