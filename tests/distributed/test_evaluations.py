@@ -114,6 +114,7 @@ def evaluated(layout: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_is_that_of_one_device(layout: str) -> None:
     for found in run_ranks(2, evaluated, layout, timeout=120.0):

@@ -107,7 +107,7 @@ def test_a_journey_is_within_its_unit_per_leg(dtype: torch.dtype, per_node: int)
         assert 0.0 < error <= legs * UNIT[dtype] * (1 + 1e-3)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("more", "least", "most"),
     [

@@ -130,6 +130,7 @@ def resumed(folder: str) -> list[float]:
     return far
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_any_tier_goes_on_on_any_other(tmp_path: Path) -> None:
     for far in run_ranks(2, resumed, str(tmp_path), timeout=120.0):
         assert max(far) < 1e-12

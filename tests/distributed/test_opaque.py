@@ -119,7 +119,7 @@ def trained(layout: str, kinds: tuple[str, ...], ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [

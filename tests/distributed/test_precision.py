@@ -203,6 +203,7 @@ def resumed(folder: str) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_checkpoints_go_on_in_any_precision(tmp_path: Path) -> None:
     for found in run_ranks(2, resumed, str(tmp_path), timeout=150.0):
         assert max(found) < 0.05

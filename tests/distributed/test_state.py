@@ -460,6 +460,7 @@ def face_reference(micro: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout_name", ["data", "split", "stages", "nested"])
 def test_the_users_module_is_the_face_of_the_trained_one(layout_name: str) -> None:
     layout = LAYOUTS[layout_name]

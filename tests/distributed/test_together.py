@@ -123,7 +123,7 @@ def _call(number: int, layout: str) -> str:
     return "ended"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("number", range(len(CALLS)), ids=lambda n: CALLS[n][0].__name__)

@@ -138,6 +138,7 @@ GROUPED = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("case", "layout", "zero", "groups", "early"), GROUPED)
 def test_groups_are_updated_when_the_plan_says(

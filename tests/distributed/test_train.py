@@ -46,6 +46,7 @@ def test_two_ranks_are_one(tmp_path: Path, layout: str):
     assert all(torch.isfinite(x).all() for x in a.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["data", pytest.param("expert", marks=pytest.mark.full)])
 def test_shared_layers_on_two_ranks(tmp_path: Path, layout: str):
     model = {**tiny_run().model, "num_layers": 4}

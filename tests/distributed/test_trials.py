@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -374,6 +375,7 @@ def test_what_is_tried_is_exact_or_refused() -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.full
 def test_an_encoder_with_dropout_is_verified() -> None:
     case = CASES["an encoder"]
     model = built(case)

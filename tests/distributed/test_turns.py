@@ -232,7 +232,7 @@ def cases() -> Iterator[Any]:
     yield pytest.param("thing", "harmless", 9, "stages", 1, False, id="harmless-stages")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("place", "turn", "last", "layout", "micro_batches", "refused"), [*cases()]
 )

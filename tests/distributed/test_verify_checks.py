@@ -36,7 +36,7 @@ def params(names: Iterable[str], quick: frozenset[str]) -> list[Any]:
     return [pytest.param(n, marks=() if n in quick else pytest.mark.full) for n in names]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", params(CASES, QUICK_CASES))
 def test_a_healthy_model_is_equal(name: str) -> None:
     verdict = verify(CASES[name], checks=frozenset(CHECKS))

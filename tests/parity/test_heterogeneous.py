@@ -19,7 +19,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("case", "layout"), PAIRS)
 def test_a_hardware_aware_plan_is_equal_to_one_device(case: str, layout: str) -> None:
     worst = compare(case, layout)

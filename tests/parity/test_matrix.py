@@ -72,6 +72,7 @@ DROPOUT = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("case", "layout"),
     [

@@ -105,6 +105,7 @@ def test_own_code_is_exact(layout: str):
     _check(run_ranks(count, _all, names, layout, "loss", timeout=100.0), layout)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("layout", ["tensor-uneven", "head-uneven"])
 def test_what_the_looks_of_experts_do_not_show_is_refused(layout: str):
     names = ["stack", "stack-list", "stack-index", "stack-input", "past-batch-norm"]

@@ -57,6 +57,7 @@ def test_a_file_of_ones_own_and_the_default_name(capsys: pytest.CaptureFixture[s
     assert f"written to {DEFAULT_FILE}" in shown.out
 
 
+@pytest.mark.full
 def test_two_ranks(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PYTHONPATH", "")

@@ -51,6 +51,7 @@ def test_what_fits_in_equal_shares_fits_in_balanced_ones(name, devices, rows):
             assert plan.predicted["step_seconds"] <= 1.01 * slowest, count
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "rows", "fewer", "more"),
     [

@@ -133,6 +133,7 @@ def test_phases_cover_all_steps():
     assert [(p.start, p.stop, p.shared) for p in phases(run)] == [(0, 2, True), (2, 6, False)]
 
 
+@pytest.mark.full
 def test_the_seed_decides_weights_and_data(tmp_path: Path):
     watch = {"num_evaluated": 1, "num_ranked": 0}
     runs = [tiny_run(steps=1, seed=seed, watch=watch) for seed in (0, 0, 1)]

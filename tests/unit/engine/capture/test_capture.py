@@ -40,6 +40,7 @@ def test_capture_needs_no_memory_for_the_weights() -> None:
     assert all(layer.flops_per_row > 0 for layer in graph.layers if layer.path.startswith("blocks"))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", zoo.CASE_NAMES)
 def test_model_graphs_round_trip(name: str) -> None:
     case = zoo.case(name)
