@@ -101,8 +101,7 @@ def _called(factory: Any, named: Named, model: Named, device: torch.device) -> A
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its update is torch's own: the class, and its `step` but for a scheduler's count."""
-    step = vars(optimizer).get("step")
-    plain = step is None or getattr(step, "_wrapped_by_lr_sched", False)
+    plain = own_step(optimizer) is type(optimizer).step
     return plain and type(optimizer).__module__.startswith("torch.optim")
 
 
