@@ -182,6 +182,13 @@ def test_the_same_step(layout: str, kind: str, keep: str, activations: bool, zer
     assert any(each["wrapped"] for each in found)
 
 
+def test_a_second_run_may_gather_what_the_first_had() -> None:
+    """A checkpoint that keeps products follows what runs inside, and a gather is no part of it."""
+    more = {"zero.level": "v2", "offload.activations": True}
+    for found in run_ranks(2, trained, "norm", "data", "products", more):
+        assert max(found["loss"], found["state"], found["gradients"]) < 1e-12, found
+
+
 def recorded(kind: str, layout: str, keep: str) -> tuple[list[str], list[str]]:
     torch.set_num_threads(1)
     wh.init()

@@ -42,6 +42,10 @@ from whale.runtime.batch import leaves
 from whale.runtime.compat import PRODUCTS, outside_dispatch
 
 _NOTHING = object()
+HINT = (
+    "a Layer that is recomputed may read its arguments, weights and buffers, and nothing that "
+    "changes in between; leave it out of gradient_checkpoint.layers"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,7 @@ class _Inside:
                 raise WhaleError(
                     f"the forward of {self._called} changes {name}, which it did not when the step "
                     "was built: it is recomputed, and would change it twice",
-                    hint=_HINT,
+                    hint=HINT,
                 )
 
     def _state(self) -> dict[str, tuple[Any, int]]:
@@ -245,14 +249,10 @@ class _Inside:
                 raise WhaleError(
                     f"{self._called}, run again in the backward, gives something else than in the "
                     "forward: it reads what changed in between",
-                    hint=_HINT,
+                    hint=HINT,
                 )
 
 
-_HINT = (
-    "a Layer that is recomputed may read its arguments, weights and buffers, and nothing that "
-    "changes in between; leave it out of gradient_checkpoint.layers"
-)
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
 """Of half precision: sums on a GPU come in another order each time."""

@@ -26,6 +26,7 @@ from whale.errors import CaptureError
 from whale.ir.plan import Plan, StageLayer
 from whale.nn.forwards import replace_forward, take_hooks
 from whale.runtime import batch as batches
+from whale.runtime.recomputed import HINT
 from whale.runtime.units import AcquiredForward, Unit, stand_in
 
 
@@ -58,8 +59,7 @@ def check_again(
         [x for x in layers.values() if x.recompute],
         again,
         "run again in the backward, does not compute what it did in the forward",
-        "a Layer that is recomputed may read its arguments, weights and buffers, and nothing that "
-        "changes in between; leave it out of gradient_checkpoint.layers",
+        HINT,
     )
     trial.judge(
         [x for x in layers.values() if not plan.away.isdisjoint(x.params)],
